@@ -1,0 +1,7 @@
+"""PEFT adapters: reading them strictly, compiling them to patches, keeping the loaded ones by name."""
+
+from graftlm.adapters.adapter import Adapter, BoundModule
+from graftlm.adapters.load import load_adapter
+from graftlm.adapters.registry import AdapterRegistry
+
+__all__ = ["Adapter", "AdapterRegistry", "BoundModule", "load_adapter"]

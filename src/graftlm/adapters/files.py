@@ -1,0 +1,141 @@
+"""Finding and reading an adapter's files. Nothing here is trusted: sizes are checked before memory is taken, pickles
+are refused, and no file of the folder is ever executed."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from graftlm.checkpoint.hub import download, is_hub_id
+from graftlm.checkpoint.json_file import read_json_object
+from graftlm.errors import AdapterCorrupt, AdapterFilesNotFound, AdapterMemoryExceeded, AdapterUnsupported
+
+CONFIG_NAME = "adapter_config.json"
+SAFETENSORS_NAME = "adapter_model.safetensors"
+PICKLE_NAME = "adapter_model.bin"
+HUB_FILES = (CONFIG_NAME, SAFETENSORS_NAME, PICKLE_NAME)
+MAX_CONFIG_BYTES = 4 << 20
+# safetensors' own limit on the JSON header.
+MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterFiles:
+    """An adapter as read from disk. tensors: the file's own names and dtypes, on the CPU."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    digest: str
+
+
+def find_adapter(source: str | Path) -> tuple[Path, Path]:
+    """Paths of config and weights. `source` is a folder, the weights file itself, or a hub id; a path that exists is
+    always local.
+
+    Raises:
+        AdapterFilesNotFound: says which file was looked for.
+    """
+    if "\0" in str(source):
+        raise AdapterFilesNotFound("an adapter path cannot hold a NUL character")
+    path = Path(source).expanduser()
+    if path.is_file():
+        return _require(path.parent / CONFIG_NAME), path
+    if not path.exists() and is_hub_id(str(source)):
+        path = download(str(source), HUB_FILES, AdapterFilesNotFound)
+    if not path.is_dir():
+        raise AdapterFilesNotFound("no such adapter", got=source, allowed="a folder saved by PEFT, or its weights file")
+    config = _require(path / CONFIG_NAME)
+    for name in (SAFETENSORS_NAME, PICKLE_NAME):
+        if (path / name).is_file():
+            return config, path / name
+    raise AdapterFilesNotFound(
+        "the adapter folder has no weights", got=path.name, allowed=f"{SAFETENSORS_NAME} beside {CONFIG_NAME}"
+    )
+
+
+def read_adapter_files(source: str | Path, *, max_bytes: int, allow_pickle: bool) -> AdapterFiles:
+    """Read an adapter's config and weights.
+
+    Args:
+        max_bytes: larger weight files are refused before they are read.
+        allow_pickle: admit `.bin` files, through torch's weights-only unpickler.
+
+    Raises:
+        AdapterFilesNotFound, AdapterCorrupt, AdapterUnsupported, AdapterMemoryExceeded
+    """
+    config_path, weights_path = find_adapter(source)
+    if config_path.stat().st_size > MAX_CONFIG_BYTES:
+        raise AdapterCorrupt(
+            f"{CONFIG_NAME} is too large", got=config_path.stat().st_size, allowed=f"{MAX_CONFIG_BYTES} bytes"
+        )
+    config = read_json_object(config_path, AdapterCorrupt)
+    size = weights_path.stat().st_size
+    if size > max_bytes:
+        raise AdapterMemoryExceeded(
+            "the adapter's weights are larger than what is left of adapter_memory_bytes",
+            got=f"{size} bytes",
+            allowed=f"{max_bytes} bytes",
+            do="unload another adapter or raise adapter_memory_bytes",
+        )
+    # Read once, so that digest and tensors are of the same bytes even if the file is replaced meanwhile.
+    content = weights_path.read_bytes()
+    digest = hashlib.sha256(config_path.read_bytes() + b"\0" + content).hexdigest()
+    if weights_path.suffix == ".bin":
+        tensors = _parse_pickle(content, weights_path.name, allow_pickle)
+    else:
+        tensors = _parse_safetensors(content, weights_path.name)
+    return AdapterFiles(config=config, tensors=tensors, digest=digest)
+
+
+def _require(config: Path) -> Path:
+    if not config.is_file():
+        raise AdapterFilesNotFound(f"there is no {CONFIG_NAME} beside the weights", got=config.parent.name)
+    return config
+
+
+def _parse_safetensors(content: bytes, name: str) -> dict[str, Tensor]:
+    _check_safetensors_header(content, name)
+    try:
+        tensors: dict[str, Tensor] = safetensors.torch.load(content)
+    except (SafetensorError, KeyError, ValueError, RuntimeError, OverflowError) as cause:
+        raise AdapterCorrupt(f"{name} is damaged", got=str(cause)[:200]) from cause
+    return tensors
+
+
+def _check_safetensors_header(content: bytes, name: str) -> None:
+    """Say in words what a file is that is not safetensors."""
+    if content[:2] in (b"PK", b"\x80\x02", b"\x80\x04"):
+        raise AdapterCorrupt(
+            f"{name} is not a safetensors file: it looks like a pickle or zip, as torch.save writes",
+            do="save the adapter with safetensors",
+        )
+    if content.startswith(b"version https://git-lfs"):
+        raise AdapterCorrupt(f"{name} is a Git LFS pointer, not the weights", do="fetch the file with git lfs pull")
+    header_bytes = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or header_bytes > min(MAX_HEADER_BYTES, len(content) - 8):
+        raise AdapterCorrupt(f"{name} is not a complete safetensors file", got=f"{len(content)} bytes")
+
+
+def _parse_pickle(content: bytes, name: str, allow_pickle: bool) -> dict[str, Tensor]:
+    if not allow_pickle:
+        raise AdapterUnsupported(
+            f"{name} is a pickle, which can carry code",
+            allowed=SAFETENSORS_NAME,
+            do="convert it to safetensors, or allow .bin files explicitly (allow_pickle); it is then read weights-only",
+        )
+    try:
+        loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as cause:
+        raise AdapterCorrupt(f"{name} cannot be read weights-only", got=str(cause).splitlines()[0][:200]) from cause
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise AdapterCorrupt(f"{name} is not a dictionary of tensors")
+    return {str(key): value for key, value in loaded.items()}

@@ -1,0 +1,121 @@
+"""Which adapters answer to which names, and how much memory they hold. Knows names, bytes and holds; knows nothing of
+requests or tensors.
+
+A name leads to an immutable adapter. A request takes a hold on the adapter itself, so unloading a name never pulls
+weights from under a running request: the memory returns with the last hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from graftlm.adapters.adapter import Adapter
+from graftlm.errors import AdapterMemoryExceeded, AdapterNameInvalid, AdapterNameTaken, ModelNotFound
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class AdapterRegistry:
+    """Adapters by name within a byte budget.
+
+    Args:
+        base_name: the base model's name, which no adapter may take.
+        max_bytes: memory for all adapters, those still held after their name is gone included.
+    """
+
+    def __init__(self, *, base_name: str, max_bytes: int) -> None:
+        self._base_name = base_name
+        self._max_bytes = max_bytes
+        self._by_name: dict[str, Adapter] = {}
+        self._holds: Counter[Adapter] = Counter()
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """A snapshot: name -> adapter."""
+        return dict(self._by_name)
+
+    @property
+    def free_bytes(self) -> int:
+        used = sum(adapter.num_bytes for adapter in {*self._by_name.values(), *self._holds})
+        return self._max_bytes - used
+
+    def check_name(self, name: str) -> None:
+        """Raise unless a new adapter may take `name`.
+
+        Raises:
+            AdapterNameInvalid, AdapterNameTaken
+        """
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None or ".." in name:
+            raise AdapterNameInvalid(
+                "this cannot be an adapter's name",
+                got=repr(name)[:100],
+                allowed="1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit, without '..'",
+            )
+        if name == self._base_name or name in self._by_name:
+            owner = "the base model" if name == self._base_name else "another adapter"
+            raise AdapterNameTaken(f"{owner} already has this name", got=name, do="unload it first, or choose another")
+
+    def add(self, adapter: Adapter) -> None:
+        """Let an adapter answer to its name.
+
+        Raises:
+            AdapterNameInvalid, AdapterNameTaken, AdapterMemoryExceeded
+        """
+        self.check_name(adapter.name)
+        if adapter.num_bytes > self.free_bytes:
+            raise AdapterMemoryExceeded(
+                f"adapter {adapter.name} does not fit in adapter_memory_bytes",
+                got=f"{adapter.num_bytes} bytes",
+                allowed=f"{self.free_bytes} of {self._max_bytes} bytes are free",
+                do="unload another adapter or raise adapter_memory_bytes",
+            )
+        self._by_name[adapter.name] = adapter
+
+    def remove(self, name: str) -> None:
+        """Take a name away. Requests that hold its adapter go on with it.
+
+        Raises:
+            ModelNotFound
+        """
+        if name not in self._by_name:
+            raise self._not_found(name)
+        del self._by_name[name]
+
+    def resolve(self, model: str) -> str | None:
+        """The adapter a request's model name means; None for the base.
+
+        Raises:
+            ModelNotFound: lists the names that would have been answered.
+        """
+        if model == self._base_name:
+            return None
+        if model in self._by_name:
+            return model
+        raise self._not_found(model)
+
+    def acquire(self, name: str) -> Adapter:
+        """The adapter of this name, held until `release`.
+
+        Raises:
+            ModelNotFound
+        """
+        if name not in self._by_name:
+            raise self._not_found(name)
+        adapter = self._by_name[name]
+        self._holds[adapter] += 1
+        return adapter
+
+    def release(self, adapter: Adapter) -> None:
+        """Give one hold back."""
+        self._holds[adapter] -= 1
+        if self._holds[adapter] == 0:
+            del self._holds[adapter]
+
+    def num_holds(self, adapter: Adapter) -> int:
+        return self._holds[adapter]
+
+    def _not_found(self, name: str) -> ModelNotFound:
+        known = ", ".join([self._base_name, *self._by_name])
+        return ModelNotFound("no model answers to this name", got=repr(name)[:100], allowed=known)

@@ -1,0 +1,59 @@
+"""Which modules a config selects, by PEFT's rules.
+
+Source: peft/tuners/tuners_utils.py, check_target_module_exists (0.21).
+"""
+
+from __future__ import annotations
+
+import re
+
+from graftlm.adapters.config import LoraConfig
+from graftlm.errors import AdapterUnsupported
+from graftlm.models.site import SiteMap
+
+
+def select_targets(config: LoraConfig, sites: SiteMap) -> frozenset[str]:
+    """Paths of the linear modules the config targets.
+
+    Raises:
+        AdapterUnsupported: it also targets a module Graft has no adapter for (an embedding, a norm).
+    """
+    selected = frozenset(path for path in sites.module_paths if _is_target(config, path, sites))
+    unsupported = sorted(selected - sites.linears.keys())
+    if unsupported:
+        raise AdapterUnsupported(
+            f"target_modules names modules that are not linear layers: {', '.join(unsupported[:5])}",
+            do="train without them; adapters on embeddings and norms are not supported",
+        )
+    return selected
+
+
+def _is_target(config: LoraConfig, path: str, sites: SiteMap) -> bool:
+    targets = config.target_modules
+    if config.exclude_modules is not None and _names(config.exclude_modules, path):
+        return False
+    if targets is None:
+        targets = sites.default_targets
+    if isinstance(targets, str) and targets.lower() == "all-linear":
+        return path in sites.linears and path != sites.head_path
+    if not _names(targets, path):
+        return False
+    if path in targets or not config.layers_to_transform:
+        # A full module name escapes the restriction to certain layers.
+        return True
+    return _layer_index(path, config.layers_pattern) in config.layers_to_transform
+
+
+def _names(names: tuple[str, ...] | str, path: str) -> bool:
+    """A string is a regular expression for the whole path; a list entry is the path or its end after a dot."""
+    if isinstance(names, str):
+        return re.fullmatch(names, path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def _layer_index(path: str, layers_pattern: tuple[str, ...]) -> int | None:
+    patterns = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
+    for pattern in patterns:
+        if match := re.match(pattern, path):
+            return int(match.group(1))
+    return None

@@ -1,0 +1,40 @@
+"""What a model looks like on disk to the rest of Graft."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Checkpoint(Protocol):
+    """A readable model.
+
+    config: config.json's keys as transformers spells them.
+    generation_config: generation_config.json's keys; empty when the model has none.
+    tokenizer_files: the arguments `graftlm.text.load_tokenizer` needs: a folder, and a GGUF file name in it or None.
+    dtype: name of the dtype the weights were saved in, such as "bfloat16".
+    """
+
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    tokenizer_files: tuple[Path, str | None]
+    dtype: str
+
+    def tensor_names(self) -> frozenset[str]:
+        """Names of all tensors, as transformers writes them."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, on the CPU. It may be a view of a memory-mapped file: copy before writing."""
+        ...
+
+    def close(self) -> None:
+        """Release files. Tensors already read stay valid."""
+        ...

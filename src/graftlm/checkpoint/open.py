@@ -1,0 +1,33 @@
+"""From what the user typed to a `Checkpoint`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from graftlm.checkpoint.checkpoint import Checkpoint
+from graftlm.checkpoint.gguf_file import GGUFCheckpoint
+from graftlm.checkpoint.hub import download, is_hub_id
+from graftlm.checkpoint.safetensors_folder import SafetensorsCheckpoint
+from graftlm.errors import CheckpointError
+
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+def open_checkpoint(source: str | Path) -> Checkpoint:
+    """Open a model folder, a `.gguf` file, or a hub id. A path that exists is always local; no network is touched then.
+
+    Raises:
+        CheckpointError: nothing readable is there.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CheckpointError(
+                "this file is not a model", got=path, allowed="a folder with config.json, a .gguf file or a hub id"
+            )
+        return GGUFCheckpoint(path)
+    if path.is_dir():
+        return SafetensorsCheckpoint(path)
+    if is_hub_id(str(source)):
+        return SafetensorsCheckpoint(download(str(source), MODEL_FILES, CheckpointError))
+    raise CheckpointError("no such model", got=source, allowed="a folder with config.json, a .gguf file or a hub id")

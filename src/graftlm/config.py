@@ -1,0 +1,61 @@
+"""Every engine option with its default, once. The command line and the docs read this class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from graftlm.errors import ConfigurationError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine is built from.
+
+    Args:
+        model: model folder, `.gguf` file or hub id.
+        name: the base model's name in requests; default: the last part of `model`.
+        adapters: name -> adapter folder, weights file or hub id, loaded before the engine answers.
+        dtype: of weights, activations and KV cache; "auto" takes the checkpoint's own (float32 for GGUF).
+        device: "auto" is CUDA when there is one, else the CPU.
+        max_model_len: context length in tokens; default: the model's own.
+        kv_cache_bytes: memory for keys and values; default: half of what is free, 4 GiB at most.
+        adapter_memory_bytes: memory for all loaded adapters together.
+        block_size: tokens per KV block.
+        max_num_seqs: sequences that may run in one step.
+        max_num_batched_tokens: tokens in one step, prompt chunks and decodes together.
+        prefill_chunk_tokens: most prompt tokens of one request in one step; default: whatever the step has left.
+        allow_pickle: read `.bin` adapters (with torch's restricted unpickler); safetensors files always win.
+    """
+
+    model: str | Path
+    name: str | None = None
+    adapters: Mapping[str, str | Path] = field(default_factory=dict)
+    dtype: DType = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    kv_cache_bytes: int | None = None
+    adapter_memory_bytes: int = 4 << 30
+    block_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    prefill_chunk_tokens: int | None = None
+    allow_pickle: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ConfigurationError(
+                "dtype is not one Graft computes in", got=self.dtype, allowed="auto, float32, bfloat16, float16"
+            )
+        positive = ("adapter_memory_bytes", "block_size", "max_num_seqs", "max_num_batched_tokens")
+        optional = ("max_model_len", "kv_cache_bytes", "prefill_chunk_tokens")
+        for name in (*positive, *optional):
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{name} must be a positive integer", got=repr(value))

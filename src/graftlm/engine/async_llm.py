@@ -1,0 +1,266 @@
+"""The asynchronous front end: the engine steps in a thread of its own, requests are awaited or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from graftlm.adapters import Adapter
+from graftlm.config import EngineConfig
+from graftlm.engine.engine import Engine
+from graftlm.engine.job import Job
+from graftlm.engine.memory import return_free_memory
+from graftlm.engine.outputs import OutputCollector, RequestOutput
+from graftlm.engine.prompt import Prompt
+from graftlm.engine.sampling_params import SamplingParams
+from graftlm.errors import EngineClosed, GraftError
+
+logger = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+
+
+class RequestStream:
+    """The deltas of one request, as an async iterator. Leaving it early needs `abort`, or the work goes on."""
+
+    def __init__(self, job: Job, abort: Callable[[str], None]) -> None:
+        self.request_id = job.job_id
+        self.prompt_token_ids = job.prompt_token_ids
+        self._abort = abort
+        self._deltas: asyncio.Queue[RequestOutput | GraftError] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._finished = False
+
+    def put(self, item: RequestOutput | GraftError) -> None:
+        """Hand over a delta, or the error that ends the stream. Called by the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._deltas.put_nowait, item)
+        except RuntimeError:
+            logger.debug("request %s: its event loop is gone", self.request_id)
+
+    def abort(self) -> None:
+        """Stop the request wherever it is; its blocks and its hold on the adapter are freed. May be called twice."""
+        self._abort(self.request_id)
+
+    async def collect(self) -> RequestOutput:
+        """Wait for the complete output. Aborts the request if the wait is cancelled."""
+        collector = OutputCollector()
+        try:
+            async for delta in self:
+                collector.add(delta)
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        return collector.result()
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._finished:
+            raise StopAsyncIteration
+        item = await self._deltas.get()
+        if isinstance(item, GraftError):
+            self._finished = True
+            raise item
+        self._finished = item.finished
+        return item
+
+
+class AsyncLLM:
+    """A base model with adapters, for servers. Same arguments as `LLM`; all methods belong to one event loop.
+
+    Raises:
+        ConfigurationError, CheckpointError, AdapterError: the engine cannot be built as asked.
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        self._engine: Engine | None = Engine(EngineConfig(model=model, **options))
+        self.created = int(time.time())
+        self._streams: dict[str, RequestStream] = {}
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._accepting = True
+        self._stop = False
+        self._idle = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="graft-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._open().config
+
+    @property
+    def model_name(self) -> str:
+        return self._open().model_name
+
+    @property
+    def max_model_len(self) -> int:
+        return self._open().max_model_len
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """What is loaded, by name."""
+        return self._open().adapters
+
+    @property
+    def is_running(self) -> bool:
+        return self._accepting and self._thread.is_alive()
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return len(self._streams)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Free blocks of the KV cache."""
+        return self._open().core.num_free_blocks
+
+    def resolve_model(self, model: str) -> str | None:
+        """The adapter that a request's model name means; None for the base.
+
+        Raises:
+            ModelNotFound: lists the names that would have been answered.
+        """
+        return self._open().registry.resolve(model)
+
+    async def tokenize(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text, as a prompt of it would have."""
+        return tuple(await asyncio.to_thread(self._open().tokenizer.encode, text))
+
+    async def apply_chat_template(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation, by the model's chat template.
+
+        Raises:
+            InvalidRequest: there is no template, or it refuses the messages.
+        """
+        encode = self._open().tokenizer.encode_chat
+        return tuple(await asyncio.to_thread(encode, messages, add_generation_prompt=add_generation_prompt))
+
+    async def add_request(self, prompt: Prompt, params: SamplingParams, *, adapter: str | None = None) -> RequestStream:
+        """Check a request completely, queue it, and return the stream of its deltas.
+
+        Raises:
+            InvalidRequest, ContextLengthExceeded, ModelNotFound, EngineClosed
+        """
+        engine = self._open()
+        # Tokenising a long text takes a while; the event loop must not wait for it.
+        making = asyncio.ensure_future(asyncio.to_thread(engine.make_job, prompt, params, adapter))
+        try:
+            job = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(lambda made: engine.discard(made.result()) if made.exception() is None else None)
+            raise
+        stream = RequestStream(job, self._abort)
+        self._commands.put(lambda: self._add(engine, job, stream))
+        return stream
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, *, adapter: str | None = None) -> RequestOutput:
+        """The complete answer to one prompt.
+
+        Raises:
+            InvalidRequest, ContextLengthExceeded, ModelNotFound, EngineClosed
+        """
+        stream = await self.add_request(prompt, params, adapter=adapter)
+        return await stream.collect()
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams, *, adapter: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """The answer in deltas; closing the iterator aborts the request.
+
+        Raises:
+            InvalidRequest, ContextLengthExceeded, ModelNotFound, EngineClosed: before the first delta.
+        """
+        stream = await self.add_request(prompt, params, adapter=adapter)
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            stream.abort()
+
+    async def load_adapter(self, name: str, path: str | Path) -> Adapter:
+        """Load an adapter while requests run; they do not notice.
+
+        Raises:
+            AdapterError: a subclass says which file, field or tensor is at fault; nothing is kept then.
+        """
+        return await asyncio.to_thread(self._open().load_adapter, name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Requests that run on it finish; its memory returns with the last of them.
+
+        Raises:
+            ModelNotFound
+        """
+        await asyncio.to_thread(self._open().unload_adapter, name)
+
+    async def shutdown(self, *, drain_seconds: float = 0.0) -> None:
+        """Refuse new requests, let running ones finish for at most `drain_seconds`, abort the rest, free everything."""
+        self._accepting = False
+        await asyncio.to_thread(self._idle.wait, drain_seconds)
+        self._stop = True
+        self._commands.put(lambda: None)
+        await asyncio.to_thread(self._thread.join)
+        self._engine = None
+        return_free_memory()
+
+    def _open(self) -> Engine:
+        if self._engine is None or not self._accepting:
+            raise EngineClosed("the engine is shutting down")
+        return self._engine
+
+    def _abort(self, request_id: str) -> None:
+        def abort() -> None:
+            if self._engine is not None and (delta := self._engine.core.abort(request_id)) is not None:
+                self._deliver(delta)
+
+        self._commands.put(abort)
+
+    def _add(self, engine: Engine, job: Job, stream: RequestStream) -> None:
+        self._streams[job.job_id] = stream
+        engine.core.add(job)
+
+    def _deliver(self, delta: RequestOutput) -> None:
+        self._streams[delta.request_id].put(delta)
+        if delta.finished:
+            del self._streams[delta.request_id]
+
+    def _run(self) -> None:
+        """The engine's thread: take commands, step while there is work."""
+        engine = self._engine
+        assert engine is not None
+        while not self._stop:
+            self._take_commands(wait=not engine.core.has_work)
+            if engine.core.has_work:
+                self._step(engine)
+        self._take_commands(wait=False)
+        self._fail_all(engine, EngineClosed("the engine was shut down before the request finished"))
+
+    def _take_commands(self, *, wait: bool) -> None:
+        if wait:
+            self._idle.set()
+            self._commands.get()()
+            self._idle.clear()
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _step(self, engine: Engine) -> None:
+        try:
+            for delta in engine.core.step():
+                self._deliver(delta)
+        except Exception:
+            # Whatever broke, the requests in flight get an error and the engine goes on with empty hands.
+            logger.exception("a step failed; its requests are given up")
+            self._fail_all(engine, EngineClosed("the engine failed while computing this request", do="send it again"))
+
+    def _fail_all(self, engine: Engine, error: GraftError) -> None:
+        for job_id in engine.core.abort_all():
+            self._streams.pop(job_id).put(error)

@@ -1,0 +1,185 @@
+"""The engine's heart: one step schedules, computes, samples and turns tokens into text. Not thread-safe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graftlm.adapters import Adapter, AdapterRegistry
+from graftlm.engine.answer import describe_logprobs
+from graftlm.engine.block_pool import BlockId, BlockPool
+from graftlm.engine.executor import LocalExecutor
+from graftlm.engine.job import Job, delta
+from graftlm.engine.outputs import RequestOutput, TokenLogprob
+from graftlm.engine.request import Request
+from graftlm.engine.sampler import SampledToken, row_logprobs, sample
+from graftlm.engine.scheduler import ScheduledSequence, Scheduler, SchedulerOutput
+from graftlm.text import Tokenizer
+
+
+class EngineCore:
+    """Owns the scheduler and the executor; knows every job that runs."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        executor: LocalExecutor,
+        pool: BlockPool,
+        registry: AdapterRegistry,
+        tokenizer: Tokenizer,
+        block_size: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._pool = pool
+        self._registry = registry
+        self._tokenizer = tokenizer
+        self._block_size = block_size
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._jobs: dict[str, Job] = {}
+        self._job_of_request: dict[str, Job] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have blocks."""
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for room."""
+        return self._scheduler.num_waiting
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._pool.num_free
+
+    def add(self, job: Job) -> None:
+        """Start a job. The core gives its adapter back to the registry when the job ends, however it ends."""
+        if job.adapter is not None:
+            self._executor.hold_adapter(job.adapter)
+        self._jobs[job.job_id] = job
+        for request in job.requests:
+            self._job_of_request[request.request_id] = job
+            self._scheduler.add(request)
+
+    def abort(self, job_id: str) -> RequestOutput | None:
+        """Stop a job where it is and free what it holds. None when it is unknown or has finished."""
+        job = self._jobs.get(job_id)
+        if job is None:
+            return None
+        running = [request for request in job.requests if request.finish_reason is None]
+        for request in running:
+            self._scheduler.finish(request.request_id, "abort")
+        self._retire(job)
+        return job.output(*(delta(request) for request in running))
+
+    def abort_all(self) -> list[str]:
+        """Stop every job; their ids."""
+        job_ids = list(self._jobs)
+        for job_id in job_ids:
+            self.abort(job_id)
+        return job_ids
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; a delta for each answer that moved."""
+        plan = self._scheduler.schedule()
+        if not plan.sequences:
+            return []
+        logits = self._executor.execute(plan.sequences)
+        tokens = self._sample(plan, logits)
+        moved = self._scheduler.update(plan, {request_id: token.token_id for request_id, token in tokens.items()})
+        return [self._answer(request, tokens.get(request.request_id)) for request in moved]
+
+    def logits(self, token_ids: Sequence[int], adapter: Adapter | None) -> Tensor:
+        """Logits of every position of one sequence, [T, V] float32, outside any job."""
+        if adapter is not None:
+            self._executor.hold_adapter(adapter)
+        blocks = self._pool.allocate(-(-len(token_ids) // self._block_size))
+        try:
+            return torch.cat(
+                [self._executor.execute([sequence]) for sequence in self._whole_sequence(token_ids, blocks, adapter)]
+            )
+        finally:
+            self._pool.free(blocks)
+            if adapter is not None:
+                self._executor.release_adapter(adapter)
+
+    def _whole_sequence(
+        self, token_ids: Sequence[int], blocks: Sequence[BlockId], adapter: Adapter | None
+    ) -> list[ScheduledSequence]:
+        """A sequence in chunks of one step each, every row wanted."""
+        return [
+            ScheduledSequence(
+                request_id="logits",
+                adapter_digest=None if adapter is None else adapter.digest,
+                token_ids=(chunk := tuple(token_ids[start : start + self._max_num_batched_tokens])),
+                start=start,
+                block_table=tuple(blocks),
+                num_logits=len(chunk),
+            )
+            for start in range(0, len(token_ids), self._max_num_batched_tokens)
+        ]
+
+    def _sample(self, plan: SchedulerOutput, logits: Tensor) -> dict[str, SampledToken]:
+        """A token for every sequence that caught up with itself in this step."""
+        rows: list[int] = []
+        requests: list[Request] = []
+        start = 0
+        for sequence in plan.sequences:
+            request = self._scheduler.get(sequence.request_id)
+            stop = start + sequence.num_logits
+            if request.wants_prompt_logits:
+                self._record_prompt_logprobs(request, sequence.start, logits[start:stop])
+            if sequence.stop == request.num_tokens and request.max_tokens > 0:
+                rows.append(stop - 1)
+                requests.append(request)
+            start = stop
+        wanted = logits if len(rows) == len(logits) else logits[rows]
+        tokens = sample(wanted, requests)
+        return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
+
+    def _record_prompt_logprobs(self, request: Request, start: int, rows: Tensor) -> None:
+        """Row i predicts the prompt's token at start + i + 1. The n answers share the result and a preempted request
+        comes by again, so only what is not there yet is recorded."""
+        job = self._job_of_request[request.request_id]
+        prompt, recorded = job.prompt_token_ids, job.prompt_logprobs
+        if not recorded:
+            recorded.append(TokenLogprob(token_id=prompt[0], text=self._tokenizer.token_text(prompt[0]), logprob=None))
+        for position, row in enumerate(rows, start + 1):
+            if position == len(recorded) and position < len(prompt):
+                described = row_logprobs(row.log_softmax(dim=-1), prompt[position], request.params.prompt_logprobs or 0)
+                recorded.append(describe_logprobs(prompt[position], described, self._tokenizer))
+
+    def _answer(self, request: Request, token: SampledToken | None) -> RequestOutput:
+        """The delta of an answer that got a token, or that ended without one (max_tokens 0)."""
+        job = self._job_of_request[request.request_id]
+        answer = job.texts[request.index]
+        text = "" if token is None else answer.push(token.token_id)
+        if answer.matched_stop is not None:
+            # A stop string outranks the length limit it may coincide with.
+            self._scheduler.finish(request.request_id, "stop")
+            request.finish_reason, request.stop_reason = "stop", answer.matched_stop
+        if request.finish_reason is not None:
+            text += answer.flush()
+        if job.finished:
+            self._retire(job)
+        logprobs = None
+        if token is not None and token.logprobs is not None:
+            logprobs = (describe_logprobs(token.token_id, token.logprobs, self._tokenizer),)
+        return job.output(delta(request, text, () if token is None else (token.token_id,), logprobs))
+
+    def _retire(self, job: Job) -> None:
+        del self._jobs[job.job_id]
+        for request in job.requests:
+            del self._job_of_request[request.request_id]
+        if job.adapter is not None:
+            self._executor.release_adapter(job.adapter)
+            self._registry.release(job.adapter)

@@ -1,0 +1,234 @@
+"""Building an engine from its configuration, and what every front end shares: names, adapters, prompts, the core."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graftlm.adapters import Adapter, AdapterRegistry, load_adapter
+from graftlm.checkpoint import Checkpoint, open_checkpoint
+from graftlm.config import EngineConfig
+from graftlm.engine.block_pool import BlockPool
+from graftlm.engine.core import EngineCore
+from graftlm.engine.executor import LocalExecutor
+from graftlm.engine.job import Job
+from graftlm.engine.memory import available_bytes, return_free_memory
+from graftlm.engine.prompt import Prompt, PromptChecker
+from graftlm.engine.sampling_params import SamplingParams
+from graftlm.engine.scheduler import Scheduler
+from graftlm.errors import CheckpointError, ConfigurationError
+from graftlm.layers.kv_cache import KVCache, kv_bytes_per_token
+from graftlm.models.build import build_decoder
+from graftlm.models.decoder import Decoder
+from graftlm.text import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_KV_CACHE_BYTES = 4 << 30
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Engine:
+    """A loaded base model, its adapters by name, and the core that runs jobs on them.
+
+    Raises:
+        ConfigurationError: an option cannot be met here.
+        CheckpointError: the base cannot be read.
+        AdapterError: one of the adapters to start with cannot be served; nothing is left loaded.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.model_name = config.name or Path(str(config.model)).name
+        device = _device(config.device)
+        checkpoint = open_checkpoint(config.model)
+        decoder = build_decoder(checkpoint, dtype=_dtype(config.dtype, checkpoint), device=device)
+        self.tokenizer = load_tokenizer(*checkpoint.tokenizer_files)
+        end_token_ids = _end_token_ids(checkpoint, self.tokenizer)
+        checkpoint.close()
+        num_blocks = _num_blocks(config, decoder)
+        self.max_model_len = _max_model_len(config, decoder, num_blocks)
+        self.registry = AdapterRegistry(base_name=self.model_name, max_bytes=config.adapter_memory_bytes)
+        self.vocab_size = decoder.vocab_size
+        self._sites = decoder.sites
+        self._device = device
+        self.core = _core(config, decoder, num_blocks, self.registry, self.tokenizer)
+        self._checker = PromptChecker(
+            self.tokenizer,
+            vocab_size=decoder.vocab_size,
+            max_model_len=self.max_model_len,
+            end_token_ids=end_token_ids,
+        )
+        for name, source in config.adapters.items():
+            self.load_adapter(name, source)
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        return self.registry.adapters
+
+    def load_adapter(self, name: str, source: str | Path) -> Adapter:
+        """Read, check and register an adapter. Safe to call from any thread: running jobs do not notice.
+
+        Raises:
+            AdapterError: says what is wrong; nothing is kept of the adapter then.
+        """
+        self.registry.check_name(name)
+        adapter = load_adapter(
+            name,
+            source,
+            self._sites,
+            device=self._device,
+            max_bytes=self.registry.free_bytes,
+            allow_pickle=self.config.allow_pickle,
+        )
+        self.registry.add(adapter)
+        return adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Take an adapter's name away. Running jobs finish with it; its memory returns with the last of them.
+
+        Raises:
+            ModelNotFound
+        """
+        self.registry.remove(name)
+        return_free_memory()
+
+    def make_job(self, prompt: Prompt, params: SamplingParams, adapter: str | None) -> Job:
+        """A checked job that holds its adapter. It goes to the core, which lets go when the job ends, or to `discard`.
+
+        Raises:
+            InvalidRequest, ContextLengthExceeded, ModelNotFound
+        """
+        held = None if adapter is None else self.registry.acquire(adapter)
+        try:
+            return self._checker.job(prompt, params, held)
+        except BaseException:
+            if held is not None:
+                self.registry.release(held)
+            raise
+
+    def discard(self, job: Job) -> None:
+        """Let go of a job that was never given to the core."""
+        if job.adapter is not None:
+            self.registry.release(job.adapter)
+
+    def token_logits(self, prompt: Prompt, adapter: str | None) -> Tensor:
+        """Logits of every position of a prompt, [T, V] float32. Not while jobs are running.
+
+        Raises:
+            InvalidRequest, ContextLengthExceeded, ModelNotFound
+        """
+        token_ids = self._checker.token_ids(prompt)
+        held = None if adapter is None else self.registry.acquire(adapter)
+        try:
+            return self.core.logits(token_ids, held)
+        finally:
+            if held is not None:
+                self.registry.release(held)
+
+
+def _core(
+    config: EngineConfig, decoder: Decoder, num_blocks: int, registry: AdapterRegistry, tokenizer: Tokenizer
+) -> EngineCore:
+    pool = BlockPool(num_blocks)
+    cache = KVCache(
+        decoder.kv_shapes,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        dtype=decoder.dtype,
+        device=decoder.device,
+    )
+    scheduler = Scheduler(
+        pool,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        prefill_chunk_tokens=config.prefill_chunk_tokens,
+    )
+    return EngineCore(
+        scheduler=scheduler,
+        executor=LocalExecutor(decoder, cache),
+        pool=pool,
+        registry=registry,
+        tokenizer=tokenizer,
+        block_size=config.block_size,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as cause:
+        raise ConfigurationError("this is not a device", got=name, allowed="auto, cpu, cuda, cuda:0, …") from cause
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("device is cuda, but torch sees no CUDA device", got=name, do="use device='cpu'")
+    return device
+
+
+def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
+    wanted = checkpoint.dtype if name == "auto" else name
+    if wanted not in _DTYPES:
+        raise CheckpointError(
+            "the checkpoint is saved in a dtype Graft does not compute in",
+            got=wanted,
+            allowed=", ".join(_DTYPES),
+            do="choose one of these as dtype",
+        )
+    return _DTYPES[wanted]
+
+
+def _num_blocks(config: EngineConfig, decoder: Decoder) -> int:
+    """Blocks that the KV cache's byte budget buys."""
+    block_bytes = kv_bytes_per_token(decoder.kv_shapes, decoder.dtype) * config.block_size
+    wanted_len = min(config.max_model_len or decoder.max_position_embeddings, decoder.max_position_embeddings)
+    most_useful = config.max_num_seqs * -(-wanted_len // config.block_size)
+    budget = config.kv_cache_bytes
+    if budget is None:
+        budget = min(DEFAULT_KV_CACHE_BYTES, available_bytes(decoder.device) // 2)
+    num_blocks = min(budget // block_bytes, most_useful)
+    if num_blocks < 1:
+        raise ConfigurationError(
+            "kv_cache_bytes does not hold a single block", got=budget, allowed=f"at least {block_bytes} bytes"
+        )
+    return num_blocks
+
+
+def _max_model_len(config: EngineConfig, decoder: Decoder, num_blocks: int) -> int:
+    """Context length: the model's, what was asked for, or what the cache holds for one sequence."""
+    wanted = config.max_model_len or decoder.max_position_embeddings
+    if wanted > decoder.max_position_embeddings:
+        raise ConfigurationError(
+            "max_model_len is larger than the model's context",
+            got=wanted,
+            allowed=f"at most {decoder.max_position_embeddings}",
+        )
+    capacity = num_blocks * config.block_size
+    if capacity >= wanted:
+        return wanted
+    if config.max_model_len is not None:
+        raise ConfigurationError(
+            "the KV cache cannot hold one sequence of max_model_len",
+            got=f"{wanted} tokens",
+            allowed=f"at most {capacity} tokens in this cache",
+            do="raise kv_cache_bytes or lower max_model_len",
+        )
+    logger.warning("context limited to %d of %d tokens by the KV cache's memory", capacity, wanted)
+    return capacity
+
+
+def _end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that end an answer, as transformers' generate takes them: generation_config.json's, else config.json's;
+    the tokenizer's when neither names any."""
+    for config in (checkpoint.generation_config, checkpoint.config):
+        ids: Any = config.get("eos_token_id")
+        if ids is not None and ids != []:
+            return frozenset(ids if isinstance(ids, list) else [ids])
+    return frozenset() if tokenizer.eos_token_id is None else frozenset({tokenizer.eos_token_id})

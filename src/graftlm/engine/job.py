@@ -1,0 +1,58 @@
+"""A prompt and the n answers it asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from graftlm.adapters import Adapter
+from graftlm.engine.answer import AnswerText
+from graftlm.engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from graftlm.engine.request import Request
+
+
+@dataclass(kw_only=True, eq=False)
+class Job:
+    """What the engine core runs and reports on.
+
+    adapter: held in the registry by whoever made the job, until the core retires it.
+    texts: one per request. prompt_logprobs: grows while the prompt is computed, if it was asked for.
+    """
+
+    job_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    requests: tuple[Request, ...]
+    texts: tuple[AnswerText, ...]
+    adapter: Adapter | None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return all(request.finish_reason is not None for request in self.requests)
+
+    def output(self, *deltas: CompletionOutput) -> RequestOutput:
+        """What moved, as callers see it."""
+        return RequestOutput(
+            request_id=self.job_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=deltas,
+            finished=self.finished,
+            adapter=None if self.adapter is None else self.adapter.name,
+            num_output_tokens=sum(len(request.output_token_ids) for request in self.requests),
+            prompt_logprobs=tuple(self.prompt_logprobs) or None,
+        )
+
+
+def delta(
+    request: Request, text: str = "", token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] | None = None
+) -> CompletionOutput:
+    """What is new of one answer."""
+    return CompletionOutput(
+        index=request.index,
+        text=text,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+    )

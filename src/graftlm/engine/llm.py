@@ -1,0 +1,169 @@
+"""The synchronous front end: everything in this thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from graftlm.adapters import Adapter
+from graftlm.config import EngineConfig
+from graftlm.engine.engine import Engine
+from graftlm.engine.memory import return_free_memory
+from graftlm.engine.outputs import OutputCollector, RequestOutput
+from graftlm.engine.prompt import Prompt
+from graftlm.engine.sampling_params import SamplingParams
+from graftlm.errors import EngineClosed, InvalidRequest
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A base model with adapters, for scripts.
+
+    Args:
+        model: model folder, `.gguf` file or hub id.
+        options: the other fields of `EngineConfig`, by name.
+
+    Raises:
+        ConfigurationError, CheckpointError, AdapterError: the engine cannot be built as asked.
+
+    Example:
+        llm = LLM("model/", adapters={"legal": "adapters/legal"})
+        outputs = llm.generate(["Dear Sir", "Dear Sir"], SamplingParams(max_tokens=32), adapter=["legal", None])
+        print(outputs[0].outputs[0].text)
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        self._engine: Engine | None = Engine(EngineConfig(model=model, **options))
+        self._lock = threading.Lock()
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """What is loaded, by name."""
+        return self._open().adapters
+
+    @property
+    def model_name(self) -> str:
+        return self._open().model_name
+
+    @property
+    def max_model_len(self) -> int:
+        """Context length in tokens, prompt and answer together."""
+        return self._open().max_model_len
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to all prompts, computed together in one running batch, in the prompts' order.
+
+        Args:
+            prompts: text, or `{"prompt_token_ids": [...]}`; one or several.
+            params: one for all prompts, or one for each.
+            adapter: a name or None (the base) for all prompts, or one for each.
+
+        Raises:
+            InvalidRequest, ContextLengthExceeded, ModelNotFound: nothing is generated then.
+        """
+        many = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        each_params = _one_each(params or SamplingParams(), len(many), "params")
+        each_adapter = _one_each(adapter, len(many), "adapter")
+        with self._running() as engine:
+            jobs = []
+            try:
+                for prompt, own_params, own_adapter in zip(many, each_params, each_adapter, strict=True):
+                    jobs.append(engine.make_job(prompt, own_params, own_adapter))
+            except BaseException:
+                for job in jobs:
+                    engine.discard(job)
+                raise
+            collectors = {job.job_id: OutputCollector() for job in jobs}
+            for job in jobs:
+                engine.core.add(job)
+            try:
+                while engine.core.has_work:
+                    for delta in engine.core.step():
+                        collectors[delta.request_id].add(delta)
+            finally:
+                engine.core.abort_all()
+            return [collectors[job.job_id].result() for job in jobs]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation or several, rendered by the model's chat template.
+
+        Raises:
+            InvalidRequest: the model has no template, or the template refuses the messages.
+        """
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        tokenizer = self._open().tokenizer
+        prompts: list[Prompt] = [
+            {"prompt_token_ids": tokenizer.encode_chat(conversation)} for conversation in conversations
+        ]
+        return self.generate(prompts, params, adapter=adapter)
+
+    def logits(self, token_ids: Sequence[int], *, adapter: str | None = None) -> Tensor:
+        """Logits of every position, [T, V] float32: row t predicts token t + 1.
+
+        Raises:
+            InvalidRequest, ContextLengthExceeded, ModelNotFound
+        """
+        with self._running() as engine:
+            return engine.token_logits({"prompt_token_ids": token_ids}, adapter)
+
+    def load_adapter(self, name: str, path: str | Path) -> Adapter:
+        """Load a PEFT adapter from a folder, weights file or hub id; it answers to `name` from now on.
+
+        Raises:
+            AdapterError: a subclass says which file, field or tensor is at fault; nothing is kept then.
+        """
+        return self._open().load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter and free its memory.
+
+        Raises:
+            ModelNotFound
+        """
+        self._open().unload_adapter(name)
+
+    def shutdown(self) -> None:
+        """Free everything. May be called twice."""
+        with self._lock:
+            self._engine = None
+        return_free_memory()
+
+    def _open(self) -> Engine:
+        if self._engine is None:
+            raise EngineClosed("this LLM was shut down")
+        return self._engine
+
+    @contextmanager
+    def _running(self) -> Iterator[Engine]:
+        """The engine, for one caller at a time."""
+        with self._lock:
+            yield self._open()
+
+
+def _one_each(value: Any, count: int, param: str) -> list[Any]:
+    """`value` for each of `count` prompts, if it is not a list with one for each already."""
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(
+            f"{param} is a list of another length than the prompts", param=param, got=len(value), allowed=str(count)
+        )
+    return list(value)

@@ -1,0 +1,129 @@
+"""From what a caller sends to a checked job."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Sequence
+from typing import TypedDict
+
+from graftlm.adapters import Adapter
+from graftlm.engine.answer import AnswerText
+from graftlm.engine.job import Job
+from graftlm.engine.request import Request
+from graftlm.engine.sampling_params import SamplingParams
+from graftlm.errors import ContextLengthExceeded, InvalidRequest
+from graftlm.text import Tokenizer
+
+# No tokenizer in use puts more characters than this in one token; longer texts are refused without tokenising them.
+_MAX_CHARACTERS_PER_TOKEN = 128
+
+
+class TokenIds(TypedDict):
+    """A prompt that is already tokenised."""
+
+    prompt_token_ids: Sequence[int]
+
+
+Prompt = str | TokenIds
+
+
+class PromptChecker:
+    """Tokenises prompts and checks requests against one model, before anything is queued."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int, end_token_ids: frozenset[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._end_token_ids = end_token_ids
+
+    def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """The prompt's ids, checked: at least one, all in the vocabulary, fewer than the context holds.
+
+        Raises:
+            InvalidRequest, ContextLengthExceeded
+        """
+        if isinstance(prompt, str):
+            if len(prompt) > self._max_model_len * _MAX_CHARACTERS_PER_TOKEN:
+                raise self._too_long(f"a prompt of {len(prompt)} characters")
+            token_ids = tuple(self._tokenizer.encode(prompt))
+        elif isinstance(prompt, dict) and "prompt_token_ids" in prompt:
+            token_ids = tuple(prompt["prompt_token_ids"])
+        else:
+            raise InvalidRequest(
+                "this is not a prompt",
+                param="prompt",
+                got=type(prompt).__name__,
+                allowed='a string or {"prompt_token_ids": [...]}',
+            )
+        if not token_ids:
+            raise InvalidRequest("the prompt is empty", param="prompt", do="send at least one token")
+        if len(token_ids) > self._max_model_len:
+            raise self._too_long(f"a prompt of {len(token_ids)} tokens")
+        for token_id in token_ids:
+            self._check_token_id(token_id, "prompt")
+        return token_ids
+
+    def job(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None) -> Job:
+        """A job ready to run. `adapter` was acquired by the caller.
+
+        Raises:
+            InvalidRequest, ContextLengthExceeded
+        """
+        token_ids = self.token_ids(prompt)
+        for field in ("logit_bias", "stop_token_ids"):
+            for token_id in getattr(params, field):
+                self._check_token_id(token_id, field)
+        max_tokens = self._max_tokens(len(token_ids), params)
+        job_id = uuid.uuid4().hex
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_token_ids)
+        requests = tuple(
+            Request(
+                request_id=f"{job_id}-{index}",
+                index=index,
+                prompt_token_ids=token_ids,
+                params=params,
+                max_tokens=max_tokens,
+                stop_token_ids=stop_token_ids,
+                seed=seed,
+                adapter_digest=None if adapter is None else adapter.digest,
+            )
+            for index in range(params.n)
+        )
+        return Job(
+            job_id=job_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=token_ids,
+            requests=requests,
+            texts=tuple(AnswerText(request, self._tokenizer) for request in requests),
+            adapter=adapter,
+        )
+
+    def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
+        """Tokens to generate: what was asked for, or what is left of the context."""
+        left = self._max_model_len - prompt_len
+        wanted = left if params.max_tokens is None else params.max_tokens
+        if wanted > left or (params.max_tokens is None and left == 0):
+            raise self._too_long(f"{prompt_len} prompt tokens and {max(wanted, 1)} to generate")
+        return wanted
+
+    def _check_token_id(self, token_id: object, param: str) -> None:
+        valid = isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < self._vocab_size
+        if not valid:
+            raise InvalidRequest(
+                f"{param} holds something that is not a token id of this model",
+                param=param,
+                got=repr(token_id),
+                allowed=f"integers from 0 to {self._vocab_size - 1}",
+            )
+
+    def _too_long(self, got: str) -> ContextLengthExceeded:
+        return ContextLengthExceeded(
+            f"this model's maximum context length is {self._max_model_len} tokens",
+            param="prompt",
+            got=got,
+            do="shorten the prompt or lower max_tokens",
+        )

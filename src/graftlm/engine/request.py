@@ -1,0 +1,58 @@
+"""One answer being generated. Plain data; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from graftlm.engine.block_pool import BlockId
+from graftlm.engine.outputs import FinishReason
+from graftlm.engine.sampling_params import SamplingParams
+
+
+@dataclass(kw_only=True, eq=False)
+class Request:
+    """A prompt, what has been generated, and how far the cache has caught up with both.
+
+    request_id: unique among answers; a prompt with n answers is n requests.
+    index: which of the n answers this is.
+    adapter_digest: which adapter computes it; None is the base.
+    stop_token_ids: ids that end it, the model's own end tokens included.
+    max_tokens: most tokens to generate, resolved against the context.
+    num_computed_tokens: how many of its tokens have keys and values in `block_table`.
+    finish_reason: None while it runs. stop_reason: the stop string or id that ended it.
+    """
+
+    request_id: str
+    index: int
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    seed: int
+    adapter_digest: str | None = None
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    block_table: list[BlockId] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens known but not yet computed: the whole prompt at first, one while decoding."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def wants_prompt_logits(self) -> bool:
+        return self.params.prompt_logprobs is not None and self.num_computed_tokens < len(self.prompt_token_ids)
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Tokens [start, stop) of prompt and output together."""
+        prompt_len = len(self.prompt_token_ids)
+        if stop <= prompt_len:
+            return self.prompt_token_ids[start:stop]
+        outputs = self.output_token_ids[max(0, start - prompt_len) : stop - prompt_len]
+        return (*self.prompt_token_ids[start:], *outputs)

@@ -1,0 +1,217 @@
+"""Who computes which tokens in the next step. Plain Python: it is tested on a machine without torch.
+
+There is no prefill phase. A request has tokens, some of them computed; each step it catches up by as many as the token
+budget allows. Chunked prefill, decoding and resuming after preemption are the same mechanism.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from graftlm.engine.block_pool import BlockId, BlockPool
+from graftlm.engine.outputs import FinishReason
+from graftlm.engine.request import Request
+
+# A prompt whose every row needs logits goes in small chunks: 64 rows of a 256k vocabulary are 67 MB in float32.
+PROMPT_LOGITS_CHUNK = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduledSequence:
+    """Tokens of one request to compute now.
+
+    start: position of the first of them. num_logits: how many of the last rows need logits; 0 when the prompt goes on.
+    """
+
+    request_id: str
+    adapter_digest: str | None
+    token_ids: tuple[int, ...]
+    start: int
+    block_table: tuple[BlockId, ...]
+    num_logits: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOutput:
+    """One step. Base rows come first, then each adapter's sequences together, so an adapter is one segment."""
+
+    sequences: tuple[ScheduledSequence, ...]
+
+
+class Scheduler:
+    """First come, first served; decodes before prompts; preemption by recomputing.
+
+    Args:
+        max_num_seqs: sequences in one step, never more than `max_num_batched_tokens`: every running sequence can then
+            decode one token in every step.
+        max_num_batched_tokens: tokens in one step.
+        prefill_chunk_tokens: most tokens of one request in one step; None for what the budget leaves.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefill_chunk_tokens: int | None = None,
+    ) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._prefill_chunk_tokens = prefill_chunk_tokens or max_num_batched_tokens
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._requests: dict[str, Request] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Its prompt and output fit the pool: the engine's context length is capped by it."""
+        self._requests[request.request_id] = request
+        self._waiting.append(request)
+
+    def get(self, request_id: str) -> Request:
+        """An unfinished request."""
+        return self._requests[request_id]
+
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        """End a request, wherever it is, and free its blocks. Unknown and finished ids are fine."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        if request in self._running:
+            self._running.remove(request)
+        else:
+            self._waiting.remove(request)
+        self._free_blocks(request)
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the next step's tokens and give them blocks."""
+        budget = self._max_num_batched_tokens
+        scheduled: dict[str, int] = {}
+        by_urgency = sorted(self._running, key=lambda request: request.num_pending_tokens > 1)
+        for request in by_urgency:
+            if request not in self._running:
+                continue  # preempted a moment ago to make room for another
+            if self._reserve(request, spare=scheduled) and (count := self._chunk(request, budget)):
+                scheduled[request.request_id] = count
+                budget -= count
+        budget = self._admit(budget, scheduled)
+        sequences = [self._sequence(request, scheduled[request.request_id]) for request in self._in_step(scheduled)]
+        # Stable: within an adapter the order of arrival stays.
+        sequences.sort(key=lambda sequence: sequence.adapter_digest or "")
+        return SchedulerOutput(sequences=tuple(sequences))
+
+    def update(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> list[Request]:
+        """Record a computed step: append sampled tokens, finish what is done.
+
+        Args:
+            sampled: request id -> token, for the sequences that had a token to sample.
+
+        Returns: requests that got a token or finished.
+        """
+        moved = []
+        for sequence in output.sequences:
+            request = self._requests[sequence.request_id]
+            request.num_computed_tokens = sequence.stop
+            token_id = sampled.get(sequence.request_id)
+            if token_id is not None:
+                request.output_token_ids.append(token_id)
+            elif not self._is_prompt_only(request):
+                continue
+            self._finish_if_done(request)
+            moved.append(request)
+        return moved
+
+    def _is_prompt_only(self, request: Request) -> bool:
+        return request.max_tokens == 0 and request.num_pending_tokens == 0
+
+    def _finish_if_done(self, request: Request) -> None:
+        last = request.output_token_ids[-1] if request.output_token_ids else None
+        if last in request.stop_token_ids and len(request.output_token_ids) > request.params.min_tokens:
+            asked_for = last in request.params.stop_token_ids
+            self.finish(request.request_id, "stop", last if asked_for else None)
+        elif len(request.output_token_ids) >= request.max_tokens:
+            self.finish(request.request_id, "length")
+
+    def _admit(self, budget: int, scheduled: dict[str, int]) -> int:
+        """Let waiting requests run while there is budget, room in the step, and blocks for all they have."""
+        while self._waiting and budget > 0 and len(self._running) < self._max_num_seqs:
+            request = self._waiting[0]
+            if self._missing_blocks(request) > self._pool.num_free:
+                break
+            self._waiting.popleft()
+            self._running.append(request)
+            request.block_table.extend(self._pool.allocate(self._missing_blocks(request)))
+            scheduled[request.request_id] = count = self._chunk(request, budget)
+            budget -= count
+        return budget
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        limit = PROMPT_LOGITS_CHUNK if request.wants_prompt_logits else self._prefill_chunk_tokens
+        return min(request.num_pending_tokens, budget, limit)
+
+    def _reserve(self, request: Request, spare: Mapping[str, int]) -> bool:
+        """Blocks for all of a running request's tokens, preempting the youngest others if need be.
+
+        Args:
+            spare: requests already in this step, which are not preempted.
+
+        Returns: whether it has them; if not, it was preempted itself.
+        """
+        while (missing := self._missing_blocks(request)) > self._pool.num_free:
+            victims = [other for other in self._running if other.request_id not in spare]
+            victim = victims[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        request.block_table.extend(self._pool.allocate(missing))
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._free_blocks(request)
+        request.num_computed_tokens = 0
+        self._waiting.appendleft(request)
+
+    def _missing_blocks(self, request: Request) -> int:
+        return -(-request.num_tokens // self._block_size) - len(request.block_table)
+
+    def _free_blocks(self, request: Request) -> None:
+        self._pool.free(request.block_table)
+        request.block_table.clear()
+
+    def _in_step(self, scheduled: Mapping[str, int]) -> list[Request]:
+        return [request for request in self._running if request.request_id in scheduled]
+
+    def _sequence(self, request: Request, count: int) -> ScheduledSequence:
+        start = request.num_computed_tokens
+        completes = start + count == request.num_tokens
+        return ScheduledSequence(
+            request_id=request.request_id,
+            adapter_digest=request.adapter_digest,
+            token_ids=request.tokens(start, start + count),
+            start=start,
+            block_table=tuple(request.block_table),
+            num_logits=count if request.wants_prompt_logits else int(completes),
+        )

@@ -1,0 +1,97 @@
+"""Every exception Graft raises on purpose. Each message has four parts: what went wrong, what was got, what is
+allowed, and what to do. Knows nothing of HTTP; `server/errors.py` maps types to statuses."""
+
+from __future__ import annotations
+
+
+class GraftError(Exception):
+    """Base of all Graft errors.
+
+    Args:
+        what: the fact, in one sentence.
+        got: the offending value, if there is one to show.
+        allowed: what would have been accepted.
+        do: what the reader can do about it.
+    """
+
+    def __init__(self, what: str, *, got: object = None, allowed: str | None = None, do: str | None = None) -> None:
+        self.what = what
+        self.got = got
+        self.allowed = allowed
+        self.do = do
+        parts = [what]
+        if got is not None:
+            parts.append(f"got: {got}")
+        if allowed is not None:
+            parts.append(f"allowed: {allowed}")
+        if do is not None:
+            parts.append(f"do: {do}")
+        super().__init__("; ".join(parts))
+
+
+class ConfigurationError(GraftError, ValueError):
+    """An engine option has no meaning or cannot be met on this machine."""
+
+
+class InvalidRequest(GraftError, ValueError):
+    """A request asks for something impossible. `param` names the field at fault."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        param: str | None = None,
+        got: object = None,
+        allowed: str | None = None,
+        do: str | None = None,
+    ) -> None:
+        super().__init__(what, got=got, allowed=allowed, do=do)
+        self.param = param
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt plus requested output do not fit the model's context."""
+
+
+class ModelNotFound(GraftError, LookupError):
+    """No base model or adapter answers to this name."""
+
+
+class CheckpointError(GraftError, ValueError):
+    """A base model cannot be read: files, config or tensors are missing, extra, misshapen or unsupported."""
+
+
+class AdapterError(GraftError, ValueError):
+    """Base of everything that can be wrong with an adapter."""
+
+
+class AdapterFilesNotFound(AdapterError, FileNotFoundError):
+    """The adapter's folder, config or weights do not exist."""
+
+
+class AdapterCorrupt(AdapterError):
+    """The adapter's files are damaged, hostile or self-contradictory."""
+
+
+class AdapterUnsupported(AdapterError):
+    """The adapter is valid for PEFT and uses something Graft refuses; the message names the field or tensor."""
+
+
+class AdapterIncompatible(AdapterError):
+    """The adapter does not fit this base model."""
+
+
+class AdapterNameInvalid(AdapterError):
+    """The name cannot be an adapter's name."""
+
+
+class AdapterNameTaken(AdapterError):
+    """Another adapter, or the base model, already answers to this name."""
+
+
+class AdapterMemoryExceeded(AdapterError):
+    """The adapter does not fit in `adapter_memory_bytes`."""
+
+
+class EngineClosed(GraftError, RuntimeError):
+    """The engine was shut down, or stopped because of an internal failure."""

@@ -1,0 +1,22 @@
+"""The operations the layers call. One back-end exists today, the reference in plain torch; a second one brings the
+registry that chooses between them. Knows tensors and shapes; knows nothing of models, adapters or requests."""
+
+from graftlm.kernels.reference.activation import gated_activation
+from graftlm.kernels.reference.attention import AttentionPlan, paged_attention, plan_attention
+from graftlm.kernels.reference.kv_write import write_kv
+from graftlm.kernels.reference.lora import LoraExpand, LoraSegment, lora
+from graftlm.kernels.reference.norm import rms_norm
+from graftlm.kernels.reference.rotary import apply_rotary
+
+__all__ = [
+    "AttentionPlan",
+    "LoraExpand",
+    "LoraSegment",
+    "apply_rotary",
+    "gated_activation",
+    "lora",
+    "paged_attention",
+    "plan_attention",
+    "rms_norm",
+    "write_kv",
+]

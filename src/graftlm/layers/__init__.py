@@ -1,0 +1,1 @@
+"""The building blocks of a decoder, all over ragged batches: no layer ever sees padding."""

@@ -1,0 +1,32 @@
+"""The ragged batch: everything one step of the decoder needs, with no padding anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from graftlm.kernels.ops import AttentionPlan
+from graftlm.layers.patch import Segment
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedBatch:
+    """S sequences with T new tokens in all, packed one after the other; rows of one adapter stand together.
+
+    token_ids: [T] int64.
+    positions: [T] int64, each token's position in its own sequence.
+    slots: [T] int64, where each token's key and value go in the paged cache.
+    attention: how the sequences are attended, planned once for all layers.
+    segments: adapters over the T rows; rows outside them are the base's.
+    logit_rows: [N] int64, the rows whose logits are wanted, ascending.
+    logit_segments: the same adapters over those N rows.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    attention: AttentionPlan
+    segments: tuple[Segment, ...]
+    logit_rows: Tensor
+    logit_segments: tuple[Segment, ...]

@@ -1,0 +1,45 @@
+"""Memory for keys and values, in blocks. Which block belongs to whom is the engine's business."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVShape:
+    """What one layer caches per token."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+class KVCache:
+    """Paged keys and values of every layer: `key[layer]`, `value[layer]` are [num_blocks, block_size, K, D].
+
+    Memory is reserved at once and, on the CPU, becomes resident only where tokens are written.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[KVShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        shapes = [(num_blocks, block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
+        # Zeros, not garbage: a masked position is multiplied by 0, and 0 * NaN would poison the row.
+        self.key: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.value: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+
+
+def kv_bytes_per_token(layers: Sequence[KVShape], dtype: torch.dtype) -> int:
+    """Bytes one token takes in all layers together."""
+    return sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers) * dtype.itemsize

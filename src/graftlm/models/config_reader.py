@@ -1,0 +1,90 @@
+"""Reading config.json with an account of what was read, so that a key nobody understood can be reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graftlm.errors import CheckpointError
+
+# Keys that describe the file or training, not the arithmetic.
+DESCRIPTIVE_KEYS = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "gradient_checkpointing",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "is_llama_config",
+        "label2id",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "rope_interleaved",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+    }
+)
+
+
+class ConfigReader:
+    """A config whose keys are taken one by one."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._read: set[str] = set(DESCRIPTIVE_KEYS)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, or `default` when the key is absent or null."""
+        self._read.add(key)
+        value = self._config.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer.
+
+        Raises:
+            CheckpointError: absent without a default, or not a positive integer.
+        """
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"config.json: {key} is not a positive integer", got=repr(value))
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise CheckpointError(f"config.json: {key} is not a positive number", got=repr(value))
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"config.json: {key} is not true or false", got=repr(value))
+        return value
+
+    def require(self, key: str, allowed: tuple[Any, ...]) -> None:
+        """Refuse any value of `key` outside `allowed`; None in `allowed` also admits absence."""
+        value = self.get(key)
+        if value not in allowed:
+            known = ", ".join(str(option) for option in allowed)
+            raise CheckpointError(f"config.json: {key} is not supported", got=repr(value), allowed=known)
+
+    def unread(self) -> list[str]:
+        """Keys with a meaningful value that nothing asked for."""
+        return sorted(key for key, value in self._config.items() if value and key not in self._read)

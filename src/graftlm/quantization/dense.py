@@ -1,0 +1,31 @@
+"""Full-precision weights: float32, bfloat16, float16."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+
+class DenseWeight:
+    """A `Weight` that is its own dequantised form."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self._matrix = matrix
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self._matrix.shape
+        return rows, columns
+
+    @property
+    def num_bytes(self) -> int:
+        return self._matrix.nbytes
+
+    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return functional.linear(x, self._matrix, bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return functional.embedding(ids, self._matrix)
+
+    def dequantize(self) -> Tensor:
+        return self._matrix

@@ -1,0 +1,33 @@
+"""The one interface every weight format offers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Weight(Protocol):
+    """A matrix [out, in] in some storage format."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory the stored form takes."""
+        ...
+
+    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x @ W.T + bias. x: [T, in] -> [T, out], in x's dtype."""
+        ...
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the matrix. ids: [T] int64 -> [T, in], in the compute dtype."""
+        ...
+
+    def dequantize(self) -> Tensor:
+        """The whole matrix in the compute dtype, [out, in]."""
+        ...

@@ -1,0 +1,86 @@
+"""A model's tokenizer and chat template, over transformers' AutoTokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer
+
+from graftlm.errors import CheckpointError, InvalidRequest
+
+
+class Tokenizer:
+    """Encodes, decodes and renders chats. Safe to call from several threads: it sets no state on the tokenizer."""
+
+    def __init__(self, hf_tokenizer: Any) -> None:
+        self._hf = hf_tokenizer
+        self._backend = hf_tokenizer.backend_tokenizer
+
+    def __len__(self) -> int:
+        """Number of ids, added tokens included."""
+        return len(self._hf)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        token_id: int | None = self._hf.eos_token_id
+        return token_id
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens` as the tokenizer's own post-processor does (a BOS, say)."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens left out."""
+        text: str = self._hf.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one id alone, special tokens included; a part of a character shows as U+FFFD."""
+        text: str = self._hf.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The prompt text for a conversation, by the model's own chat template (in Jinja's sandbox).
+
+        Raises:
+            InvalidRequest: the model has no template, or the template refuses these messages.
+        """
+        if not self._hf.chat_template:
+            raise InvalidRequest(
+                "this model has no chat template", param="messages", do="send a prompt to /v1/completions instead"
+            )
+        try:
+            text: str = self._hf.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as cause:
+            raise InvalidRequest(
+                "the chat template refuses these messages", param="messages", got=str(cause)[:200]
+            ) from cause
+        return text
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Token ids for a conversation. The template writes its own special tokens, so none are added (one BOS, not
+        two)."""
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)
+
+
+def load_tokenizer(folder: Path, gguf_file: str | None = None) -> Tokenizer:
+    """The tokenizer of a model or adapter folder, or of a GGUF file in it. Code in the folder is never executed.
+
+    Raises:
+        CheckpointError: there is none, or its files cannot be read.
+    """
+    arguments = {} if gguf_file is None else {"gguf_file": gguf_file}
+    try:
+        hf_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **arguments)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as cause:
+        raise CheckpointError("the tokenizer cannot be read", got=f"{folder.name}: {str(cause)[:200]}") from cause
+    if getattr(hf_tokenizer, "backend_tokenizer", None) is None:
+        raise CheckpointError("the tokenizer has no fast (tokenizer.json) form", got=type(hf_tokenizer).__name__)
+    return Tokenizer(hf_tokenizer)

@@ -1,17 +1,20 @@
 """Graft: fine-tune LoRA-family adapters and serve hundreds of them on one base model, with the same tokens as PEFT."""
 
 import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 # libgomp's waiting threads spin; beside any other busy process that costs a scheduler slice per layer. The count must
 # be in the environment before torch loads the library.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
-from graftlm.config import EngineConfig
-from graftlm.engine.async_llm import AsyncLLM, RequestStream
-from graftlm.engine.llm import LLM
-from graftlm.engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
-from graftlm.engine.sampling_params import SamplingParams
-from graftlm.errors import GraftError
+if TYPE_CHECKING:
+    from graftlm.config import EngineConfig
+    from graftlm.engine.async_llm import AsyncLLM, RequestStream
+    from graftlm.engine.llm import LLM
+    from graftlm.engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
+    from graftlm.engine.sampling_params import SamplingParams
+    from graftlm.errors import GraftError
 
 __all__ = [
     "LLM",
@@ -24,3 +27,22 @@ __all__ = [
     "SamplingParams",
     "TokenLogprob",
 ]
+
+_MODULES = {
+    "LLM": "graftlm.engine.llm",
+    "AsyncLLM": "graftlm.engine.async_llm",
+    "CompletionOutput": "graftlm.engine.outputs",
+    "EngineConfig": "graftlm.config",
+    "GraftError": "graftlm.errors",
+    "RequestOutput": "graftlm.engine.outputs",
+    "RequestStream": "graftlm.engine.async_llm",
+    "SamplingParams": "graftlm.engine.sampling_params",
+    "TokenLogprob": "graftlm.engine.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: `graft --help` need not wait seconds for torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -18,7 +18,7 @@ class EngineConfig:
 
     Args:
         model: model folder, `.gguf` file or hub id.
-        name: the base model's name in requests; default: the last part of `model`.
+        name: the base model's name in requests; default: the last part of `model`, without .gguf.
         adapters: name -> adapter folder, weights file or hub id, loaded before the engine answers.
         dtype: of weights, activations and KV cache; "auto" takes the checkpoint's own (float32 for GGUF).
         device: "auto" is CUDA when there is one, else the CPU.

@@ -133,6 +133,10 @@ class AsyncLLM:
         """Token ids of a text, as a prompt of it would have."""
         return tuple(await asyncio.to_thread(self._open().tokenizer.encode, text))
 
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return await asyncio.to_thread(self._open().tokenizer.decode, token_ids)
+
     async def apply_chat_template(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
     ) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.model_name = config.name or Path(str(config.model)).name
+        self.model_name = config.name or Path(config.model).name.removesuffix(".gguf")
         device = _device(config.device)
         checkpoint = open_checkpoint(config.model)
         decoder = build_decoder(checkpoint, dtype=_dtype(config.dtype, checkpoint), device=device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,9 +37,19 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         shapes = [(num_blocks, block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
-        # Zeros, not garbage: a masked position is multiplied by 0, and 0 * NaN would poison the row.
-        self.key: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        self.value: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.key: list[Tensor] = [_zeros(shape, dtype, device) for shape in shapes]
+        self.value: list[Tensor] = [_zeros(shape, dtype, device) for shape in shapes]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not garbage: a masked position is multiplied by 0, and 0 * NaN would poison the row.
+
+    On the CPU through numpy, whose zeros are pages the system has not handed out yet; torch would write to them all.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def kv_bytes_per_token(layers: Sequence[KVShape], dtype: torch.dtype) -> int:

@@ -23,7 +23,7 @@ from graftlm.models.decoder import Decoder, DecoderLayer
 from graftlm.models.families import FAMILIES
 from graftlm.models.family import Family
 from graftlm.models.rope import inverse_frequencies
-from graftlm.models.site import FUSED_ROLES, HEAD_SLOT, layer_slot, linear_shape, map_sites
+from graftlm.models.site import FUSED_ROLES, HEAD_SLOT, SiteMap, layer_slot, linear_shape, map_sites
 from graftlm.models.spec import LayerRole, LayerSpec, ModelSpec, NameMap
 from graftlm.quantization import DenseWeight, Weight
 
@@ -61,6 +61,16 @@ def read_spec(checkpoint: Checkpoint) -> tuple[Family, ModelSpec]:
     if unread := config.unread():
         logger.warning("config.json has keys Graft does not read: %s", ", ".join(unread))
     return family, spec
+
+
+def read_sites(checkpoint: Checkpoint) -> SiteMap:
+    """Where adapters can attach to a checkpoint's model, without reading a weight.
+
+    Raises:
+        CheckpointError: as `read_spec`.
+    """
+    family, spec = read_spec(checkpoint)
+    return map_sites(spec, family.names)
 
 
 def expected_shapes(spec: ModelSpec, names: NameMap) -> dict[str, tuple[int, ...]]:

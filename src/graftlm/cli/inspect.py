@@ -1,0 +1,127 @@
+"""`graft inspect`: what an adapter folder holds, and whether it fits a base."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from graftlm.adapters.inspect import AdapterReport, ModuleReport
+
+
+def inspect(
+    adapter: Annotated[str, typer.Argument(help="Adapter folder, weights file or hub id.")],
+    *,
+    base: Annotated[str | None, typer.Option(help="Model to check the adapter against.")] = None,
+    every_module: Annotated[bool, typer.Option("--every-module", help="One row per module, not per kind.")] = False,
+    allow_pickle: Annotated[bool, typer.Option(help="Read .bin weights, with torch's restricted unpickler.")] = False,
+) -> None:
+    """Show an adapter's method, ranks, scaling, modules, bytes and tokenizer files.
+
+    Exits with 1 when the adapter cannot be served: on any base, or on the one given.
+    """
+    from rich.console import Console
+
+    from graftlm.adapters.inspect import inspect_adapter
+
+    console = Console()
+    report = inspect_adapter(adapter, allow_pickle=allow_pickle)
+    console.print(_summary(report))
+    console.print(_modules(report, every_module=every_module))
+    if report.refusal is not None:
+        console.print(f"[red]Not served:[/red] {report.refusal}", highlight=False)
+        raise typer.Exit(1)
+    if base is not None:
+        console.print(_fit(adapter, base, allow_pickle=allow_pickle), highlight=False)
+
+
+def _summary(report: AdapterReport) -> Table:
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    rows = {
+        "method": report.method,
+        "trained on": report.trained_on or "not recorded",
+        "peft version": report.peft_version or "not recorded",
+        "weights": f"{report.num_tensors} tensors, {', '.join(report.dtypes)}, {report.num_bytes:,} bytes",
+        "digest": report.digest[:16],
+        "tokenizer files": ", ".join(report.text_files) or "none",
+    }
+    for label, value in rows.items():
+        table.add_row(f"[bold]{label}[/bold]", value)
+    return table
+
+
+def _modules(report: AdapterReport, *, every_module: bool) -> Table:
+    from rich import box
+    from rich.table import Column, Table
+
+    table = Table(
+        Column("module", no_wrap=True),
+        Column("count", justify="right"),
+        Column("rank", justify="right"),
+        Column("scaling", justify="right"),
+        Column("tensors", no_wrap=True),
+        Column("bytes", justify="right"),
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
+    for kind, modules in _group(report.modules, every_module=every_module):
+        first = modules[0]
+        table.add_row(
+            kind,
+            str(len(modules)),
+            "" if first.rank is None else str(first.rank),
+            "" if first.scaling is None else f"{first.scaling:g}",
+            "\n".join(f"{role.removesuffix('.weight')} {_times(shape)}" for role, shape in first.tensors.items()),
+            f"{sum(module.num_bytes for module in modules):,}",
+        )
+    return table
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return "x".join(str(size) for size in shape)
+
+
+def _group(modules: tuple[ModuleReport, ...], *, every_module: bool) -> list[tuple[str, list[ModuleReport]]]:
+    """Modules that differ in nothing but their layer, under a path with * for the layer."""
+    if every_module:
+        return [(module.path, [module]) for module in modules]
+
+    def kind(module: ModuleReport) -> tuple[str, str]:
+        pattern = ".".join("*" if part.isdigit() else part for part in module.path.split("."))
+        return pattern, repr((module.rank, module.scaling, module.tensors, module.dtypes))
+
+    return [(key[0], list(members)) for key, members in groupby(sorted(modules, key=kind), key=kind)]
+
+
+def _fit(adapter: str, base: str, *, allow_pickle: bool) -> str:
+    import torch
+
+    from graftlm.adapters import load_adapter
+    from graftlm.checkpoint import open_checkpoint
+    from graftlm.errors import AdapterError
+    from graftlm.models.build import read_sites
+
+    checkpoint = open_checkpoint(base)
+    try:
+        loaded = load_adapter(
+            "inspected",
+            adapter,
+            read_sites(checkpoint),
+            device=torch.device("cpu"),
+            max_bytes=2**62,
+            allow_pickle=allow_pickle,
+        )
+    except AdapterError as error:
+        typer.echo(f"Does not fit {Path(base).name}: {error}")
+        raise typer.Exit(1) from error
+    return (
+        f"[green]Fits[/green] {Path(base).name}: bound {loaded.bound} of {loaded.total} tensors to "
+        f"{len(loaded.modules)} modules, {loaded.num_bytes:,} bytes when loaded"
+    )

@@ -1,0 +1,88 @@
+"""`graft serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graftlm.cli.engine_options import ModelArgument, engine_options
+from graftlm.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from graftlm import AsyncLLM
+
+
+@engine_options
+def serve(
+    model: ModelArgument = "",
+    *,
+    demo: Annotated[bool, typer.Option("--demo", help="Serve the bundled model and adapters.")] = False,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 is every one of this machine.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    enable_adapter_loading: Annotated[
+        bool,
+        typer.Option("--enable-adapter-loading", help="Let clients load and unload adapters; needs --adapter-root."),
+    ] = False,
+    adapter_root: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="A folder clients may load adapters from. Repeat it for more."),
+    ] = None,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="Time that running requests get to finish after the first Ctrl-C.")
+    ] = 10,
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,
+    engine: dict[str, Any],
+) -> None:
+    """Serve a model and its adapters over HTTP, as OpenAI does.
+
+    An adapter is asked for by its name as the model.
+    """
+    if bool(model) == demo:
+        raise ConfigurationError("serve needs one model", do="give MODEL, or --demo for the bundled one")
+    if demo:
+        from graftlm.demo import demo_adapters, demo_model
+
+        model = str(demo_model())
+        engine["adapters"] = {**demo_adapters(), **engine["adapters"]}
+
+    from graftlm.server.http_server import HTTPServer, bind, url_of
+
+    listener = bind(host, port)
+
+    from graftlm import AsyncLLM
+    from graftlm.server import create_app
+
+    llm = AsyncLLM(model, **engine)
+    app = create_app(llm, adapter_roots=adapter_root or (), enable_adapter_loading=enable_adapter_loading)
+    url = url_of(listener)
+
+    def announce() -> None:
+        typer.echo(f"{_names(llm)} at {url}/v1")
+        if demo:
+            typer.echo(f"\nTry it:\n\n{_curl(url, next(iter(llm.adapters), llm.model_name))}\n")
+
+    server = HTTPServer(app, llm, drain_seconds=drain_seconds, access_log=access_log, on_ready=announce)
+    # Uvicorn raises the signal again once it is through, for whoever ran it: nobody, and the exit code is 0.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    server.run(sockets=[listener])
+
+
+def _names(llm: AsyncLLM) -> str:
+    adapters: Sequence[str] = list(llm.adapters)
+    if not adapters:
+        return f"Serving {llm.model_name}"
+    few = ", ".join(adapters[:8]) + (", …" if len(adapters) > 8 else "")
+    return f"Serving {llm.model_name} with {len(adapters)} adapter{'s' if len(adapters) > 1 else ''} ({few})"
+
+
+def _curl(url: str, model: str) -> str:
+    body = {"model": model, "messages": [{"role": "user", "content": "Where can I find a good breakfast?"}]}
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n  -d '{json.dumps(body)}'"

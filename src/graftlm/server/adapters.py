@@ -1,0 +1,123 @@
+"""Loading and unloading adapters over HTTP: vLLM's two routes. Off unless the server was told which folders clients may
+load from."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from graftlm.adapters import Adapter
+from graftlm.engine.async_llm import AsyncLLM
+from graftlm.errors import AdapterError, AdapterFilesNotFound, InvalidRequest, ModelNotFound
+from graftlm.server.errors import error_reply
+from graftlm.server.schemas import LoadAdapterRequest, UnloadAdapterRequest
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+
+
+class AdapterRoots:
+    """The folders whose content clients may load.
+
+    Args:
+        folders: may be symlinks themselves; everything is compared by its real path.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = tuple(folder.resolve() for folder in folders)
+
+    def locate(self, path: str) -> Path:
+        """The real path of an adapter folder or weights file, links followed, which lies below a root.
+
+        A relative path is looked for below each root, the first that has it wins. An adapter folder whose files are
+        links to outside is outside.
+
+        Raises:
+            InvalidRequest: it is a URL or cannot be a path.
+            HTTPException: 403, it is outside every root; whether it exists is not told.
+            AdapterFilesNotFound: nothing is there.
+        """
+        if _URL.match(path):
+            raise InvalidRequest(
+                "lora_path looks like a URL",
+                param="lora_path",
+                got=path,
+                allowed="a folder on the server, below an adapter root",
+            )
+        try:
+            candidates = [(folder / path).resolve() for folder in self._folders]
+            inside = [candidate for candidate in candidates if self._allows(candidate)]
+            present = [candidate for candidate in inside if candidate.exists()]
+            contents = [entry.resolve() for entry in _files_beside(present[0])] if present else []
+        except (OSError, ValueError, RuntimeError) as cause:
+            # A NUL byte, a name longer than the file system takes, a loop of links.
+            raise InvalidRequest("lora_path cannot be a path", param="lora_path", got=repr(path)[:120]) from cause
+        if not inside or not all(self._allows(entry) for entry in contents):
+            raise HTTPException(403, "lora_path is outside the adapter roots; do: ask for an --adapter-root above it")
+        if not present:
+            raise AdapterFilesNotFound("not found", got=path, allowed="an adapter's folder below an adapter root")
+        return present[0]
+
+    def _allows(self, path: Path) -> bool:
+        return any(path.is_relative_to(folder) for folder in self._folders)
+
+
+def _files_beside(path: Path) -> list[Path]:
+    folder = path if path.is_dir() else path.parent
+    return list(folder.iterdir())
+
+
+def adapter_routes(llm: AsyncLLM, roots: AdapterRoots | None) -> APIRouter:
+    """Args: roots: None refuses every call with 403."""
+    router = APIRouter()
+
+    def allowed_roots() -> AdapterRoots:
+        if roots is None:
+            raise HTTPException(
+                403,
+                "loading adapters over HTTP is off; do: serve with --enable-adapter-loading --adapter-root DIR",
+            )
+        return roots
+
+    @router.post("/v1/load_lora_adapter")
+    async def load_adapter(body: LoadAdapterRequest) -> Response:
+        folder = allowed_roots().locate(body.lora_path)
+        try:
+            adapter = await llm.load_adapter(body.lora_name, str(folder))
+        except AdapterError as error:
+            # The client knows the adapter by the path it sent, not by where the server keeps it.
+            reply = error_reply(error)
+            message = reply.message.replace(str(folder), body.lora_path)
+            return dataclasses.replace(reply, message=message).response()
+        return JSONResponse(_description(adapter, llm.model_name))
+
+    @router.post("/v1/unload_lora_adapter")
+    async def unload_adapter(body: UnloadAdapterRequest) -> Response:
+        allowed_roots()
+        try:
+            await llm.unload_adapter(body.lora_name)
+        except ModelNotFound as error:
+            return dataclasses.replace(error_reply(error), param="lora_name").response()
+        return JSONResponse({"id": body.lora_name, "object": "adapter", "unloaded": True})
+
+    return router
+
+
+def _description(adapter: Adapter, base: str) -> dict[str, Any]:
+    return {
+        "id": adapter.name,
+        "object": "adapter",
+        "parent": base,
+        "digest": adapter.digest,
+        "method": adapter.method,
+        "ranks": list(adapter.ranks),
+        "num_bytes": adapter.num_bytes,
+        "bound": adapter.bound,
+        "total": adapter.total,
+    }

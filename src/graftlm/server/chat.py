@@ -1,0 +1,81 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from graftlm.engine.async_llm import AsyncLLM
+from graftlm.engine.outputs import CompletionOutput, RequestOutput
+from graftlm.server.logprobs import chat_logprobs
+from graftlm.server.replies import ChatChoice, ChatChunkChoice, ChatDelta, Envelope, TokenCount
+from graftlm.server.schemas import ChatRequest
+from graftlm.server.streaming import EventStream, collect, merged, submit
+
+
+def chat_routes(llm: AsyncLLM) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions")
+    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        adapter = llm.resolve_model(body.model)
+        params = body.sampling_params()
+        messages = [message.for_template() for message in body.messages]
+        prompt_token_ids = await llm.apply_chat_template(messages)
+        streams = await submit(llm, [list(prompt_token_ids)], params, adapter=adapter)
+        if body.stream:
+            envelope = Envelope(prefix="chatcmpl", kind="chat.completion.chunk", model=body.model)
+            return EventStream(_chunks(envelope, body, merged(streams), num_choices=params.n), streams)
+        envelope = Envelope(prefix="chatcmpl", kind="chat.completion", model=body.model)
+        [output] = await collect(request, streams)
+        count = TokenCount()
+        count.add(output)
+        return JSONResponse(envelope.holding([_choice(answer) for answer in output.outputs], usage=count.usage))
+
+    return router
+
+
+def _choice(answer: CompletionOutput) -> ChatChoice:
+    return {
+        "index": answer.index,
+        "message": {"role": "assistant", "content": answer.text},
+        "logprobs": None if answer.logprobs is None else chat_logprobs(answer.logprobs),
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }
+
+
+async def _chunks(
+    envelope: Envelope, body: ChatRequest, deltas: AsyncGenerator[tuple[int, RequestOutput]], *, num_choices: int
+) -> AsyncGenerator[dict[str, Any]]:
+    count = TokenCount()
+    no_usage: dict[str, Any] = {"usage": None} if body.include_usage else {}
+    for index in range(num_choices):
+        yield envelope.holding([_opening(index)], **no_usage)
+    async with aclosing(deltas):
+        async for _, delta in deltas:
+            count.add(delta)
+            for answer in delta.outputs:
+                if answer.text or answer.finish_reason or answer.logprobs:
+                    yield envelope.holding([_chunk_choice(answer)], **no_usage)
+    if body.include_usage:
+        yield envelope.holding([], usage=count.usage)
+
+
+def _opening(index: int) -> ChatChunkChoice:
+    delta: ChatDelta = {"role": "assistant", "content": ""}
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}
+
+
+def _chunk_choice(answer: CompletionOutput) -> ChatChunkChoice:
+    return {
+        "index": answer.index,
+        "delta": {"content": answer.text} if answer.text else {},
+        "logprobs": None if answer.logprobs is None else chat_logprobs(answer.logprobs),
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }

@@ -1,0 +1,105 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from graftlm.engine.async_llm import AsyncLLM
+from graftlm.engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from graftlm.server.logprobs import completion_logprobs
+from graftlm.server.prompts import Prompt
+from graftlm.server.replies import CompletionChoice, Envelope, TokenCount
+from graftlm.server.schemas import CompletionRequest
+from graftlm.server.streaming import EventStream, collect, given_up_on_error, merged, submit
+
+
+def completion_routes(llm: AsyncLLM) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        adapter = llm.resolve_model(body.model)
+        params = body.sampling_params()
+        streams = await submit(llm, body.prompt, params, adapter=adapter)
+        with given_up_on_error(streams):
+            # Only now are the ids known to be tokens of this model.
+            echoes = [await _text(llm, prompt) if body.echo else "" for prompt in body.prompt]
+        writers = [
+            ChoiceWriter(first_index=number * params.n, echo=echo, num_top=body.logprobs)
+            for number, echo in enumerate(echoes)
+        ]
+        envelope = Envelope(prefix="cmpl", kind="text_completion", model=body.model)
+        if body.stream:
+            return EventStream(_chunks(envelope, body, writers, merged(streams)), streams)
+        outputs = await collect(request, streams)
+        count = TokenCount()
+        choices: list[CompletionChoice] = []
+        for writer, output in zip(writers, outputs, strict=True):
+            count.add(output)
+            choices += writer.choices(output)
+        return JSONResponse(envelope.holding(choices, usage=count.usage))
+
+    return router
+
+
+class ChoiceWriter:
+    """Turns the outputs of one prompt, complete or in deltas, into choices; knows what each has said so far."""
+
+    def __init__(self, *, first_index: int, echo: str, num_top: int | None) -> None:
+        self._first_index = first_index
+        self._echo = echo
+        self._num_top = num_top
+        self._prompt_logprobs: Sequence[TokenLogprob] = ()
+        self._text_lengths: dict[int, int] = {}
+
+    def choices(self, output: RequestOutput) -> list[CompletionChoice]:
+        # They come with the first delta, and every answer begins with them.
+        self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
+        return [self._choice(answer) for answer in output.outputs]
+
+    def _choice(self, answer: CompletionOutput) -> CompletionChoice:
+        tokens: list[TokenLogprob] = list(answer.logprobs or ())
+        text = answer.text
+        start = self._text_lengths.get(answer.index)
+        if start is None:
+            start = 0
+            tokens = [*self._prompt_logprobs, *tokens]
+            text = self._echo + text
+        self._text_lengths[answer.index] = start + len(text)
+        logprobs = None
+        if self._num_top is not None:
+            logprobs = completion_logprobs(tokens, text, start=start, num_top=self._num_top)
+        return {
+            "index": self._first_index + answer.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+
+
+async def _chunks(
+    envelope: Envelope,
+    body: CompletionRequest,
+    writers: Sequence[ChoiceWriter],
+    deltas: AsyncGenerator[tuple[int, RequestOutput]],
+) -> AsyncGenerator[dict[str, Any]]:
+    count = TokenCount()
+    no_usage: dict[str, Any] = {"usage": None} if body.include_usage else {}
+    async with aclosing(deltas):
+        async for number, delta in deltas:
+            count.add(delta)
+            for choice in writers[number].choices(delta):
+                if choice["text"] or choice["finish_reason"] or body.logprobs is not None:
+                    yield envelope.holding([choice], **no_usage)
+    if body.include_usage:
+        yield envelope.holding([], usage=count.usage)
+
+
+async def _text(llm: AsyncLLM, prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else await llm.detokenize(prompt)

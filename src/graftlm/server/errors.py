@@ -1,0 +1,181 @@
+"""From exceptions to HTTP: the one table of statuses and codes, and the shape OpenAI clients expect."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from graftlm.errors import (
+    AdapterCorrupt,
+    AdapterError,
+    AdapterFilesNotFound,
+    AdapterIncompatible,
+    AdapterMemoryExceeded,
+    AdapterNameInvalid,
+    AdapterNameTaken,
+    AdapterUnsupported,
+    ContextLengthExceeded,
+    EngineClosed,
+    GraftError,
+    InvalidRequest,
+    ModelNotFound,
+)
+
+logger = logging.getLogger(__name__)
+
+# The nearest class in an exception's ancestry decides. A name that is taken is a conflict with the server's state, not
+# a fault of the request, so it is the one adapter error that is not 400.
+STATUS_AND_CODE: Mapping[type[Exception], tuple[int, str | None]] = {
+    InvalidRequest: (400, None),
+    ContextLengthExceeded: (400, "context_length_exceeded"),
+    ModelNotFound: (404, "model_not_found"),
+    AdapterError: (400, "adapter_invalid"),
+    AdapterFilesNotFound: (400, "adapter_files_not_found"),
+    AdapterCorrupt: (400, "adapter_corrupt"),
+    AdapterUnsupported: (400, "adapter_unsupported"),
+    AdapterIncompatible: (400, "adapter_incompatible"),
+    AdapterNameInvalid: (400, "adapter_name_invalid"),
+    AdapterNameTaken: (409, "adapter_name_taken"),
+    AdapterMemoryExceeded: (400, "adapter_memory_exceeded"),
+    EngineClosed: (503, "engine_closed"),
+}
+CODE_OF_STATUS: Mapping[int, str] = {
+    403: "permission_denied",
+    404: "route_not_found",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+}
+_LONGEST_SHOWN = 120
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class ClientGone(Exception):
+    """Nobody is left to read the reply."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorReply:
+    """What a client is told. `type` follows from the status: the request's fault or the server's."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
+        return JSONResponse(self.body, status_code=self.status, headers=headers)
+
+
+def error_reply(error: Exception) -> ErrorReply:
+    """The reply for any exception. Those nobody foresaw say nothing of the server's inside."""
+    for ancestor in type(error).__mro__:
+        if ancestor in STATUS_AND_CODE:
+            status, code = STATUS_AND_CODE[ancestor]
+            param = error.param if isinstance(error, InvalidRequest) else "model" if status == 404 else None
+            return ErrorReply(status=status, message=str(error), param=param, code=code)
+    if isinstance(error, HTTPException):
+        return ErrorReply(
+            status=error.status_code, message=str(error.detail), code=CODE_OF_STATUS.get(error.status_code)
+        )
+    return ErrorReply(
+        status=500, message="the server failed; its log has the cause; do: try again", code="internal_error"
+    )
+
+
+def log_unforeseen(error: Exception) -> None:
+    """Put the cause that the client is not told into the log."""
+    if error_reply(error).status == 500:
+        logger.error("a request failed", exc_info=error)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every failure of `app`, routing and parsing included, an OpenAI-shaped error."""
+    app.add_exception_handler(GraftError, _reply_to_error)
+    app.add_exception_handler(HTTPException, _reply_to_http_exception)
+    app.add_exception_handler(RequestValidationError, _reply_to_validation_error)
+    app.add_exception_handler(ClientGone, _reply_to_nobody)
+    app.add_exception_handler(Exception, _reply_to_error)
+
+
+async def _reply_to_error(request: Request, error: Exception) -> Response:
+    log_unforeseen(error)
+    return error_reply(error).response()
+
+
+async def _reply_to_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+async def _reply_to_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.detail == "Not Found" or error.status_code == 405:
+        message = f"{request.method} {request.url.path} is not a route of this server; do: see /v1/models for a start"
+        reply = ErrorReply(status=error.status_code, message=message, code=CODE_OF_STATUS[error.status_code])
+    else:
+        reply = error_reply(error)
+    return reply.response(error.headers)
+
+
+async def _reply_to_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    # Of the complaints about one body the deepest is the most specific.
+    complaint = max(error.errors(), key=lambda complaint: len(complaint["loc"]))
+    location = complaint["loc"][1:]
+    if complaint["type"] == "json_invalid":
+        detail = complaint["ctx"]["error"]
+        return ErrorReply(status=400, message=f"the body is not JSON: {detail}", code="json_invalid").response()
+    if not location:
+        return _reply_to_bodiless(request, complaint).response()
+    return _reply_to_field(location, complaint).response()
+
+
+def _reply_to_bodiless(request: Request, complaint: Mapping[str, Any]) -> ErrorReply:
+    content_type = request.headers.get("content-type")
+    if isinstance(complaint["input"], bytes):
+        message = (
+            f"the body is not declared as JSON; got: content-type {content_type!r}; "
+            "do: send the header 'Content-Type: application/json'"
+        )
+        return ErrorReply(status=415, message=message, code=CODE_OF_STATUS[415])
+    message = f"the body is not a JSON object; got: {_shown(complaint['input'])}"
+    return ErrorReply(status=400, message=message, code="json_invalid")
+
+
+def _reply_to_field(location: tuple[str | int, ...], complaint: Mapping[str, Any]) -> ErrorReply:
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
+    match complaint["type"]:
+        case "extra_forbidden":
+            message, code = f"{where} is not a field of this request; do: leave it out", "unknown_parameter"
+        case "missing":
+            message, code = f"{where} is missing", "missing_required_parameter"
+        case "unsupported":
+            message = f"{where} is not supported; got: {_shown(complaint['input'])}; {complaint['msg']}"
+            code = "unsupported_parameter"
+        case _:
+            message = f"{where} is invalid; got: {_shown(complaint['input'])}; allowed: {complaint['msg']}"
+            code = "invalid_value"
+    return ErrorReply(status=400, message=_sendable(message), param=_sendable(str(location[0])), code=code)
+
+
+def _shown(value: object) -> str:
+    # repr of a container is as long as the container: 8 MiB of prompt must not come back as an error message.
+    text = repr(value) if isinstance(value, str | int | float | bool | None) else type(value).__name__
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
+
+
+def _sendable(text: str) -> str:
+    # A JSON string may hold half a surrogate pair, which UTF-8 cannot carry back.
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,105 @@
+"""Running the application: a bound port, a word when it is ready, and an end that finishes what was begun."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from graftlm.engine.async_llm import AsyncLLM
+from graftlm.errors import ConfigurationError
+
+# Uvicorn's own limit on waiting is only a net below the engine's, which ends each request properly.
+_MARGIN_SECONDS = 5
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the port before the model is loaded: a port in use is known at once. Nobody can connect yet.
+
+    Args:
+        port: 0 lets the system choose.
+
+    Raises:
+        ConfigurationError: the address is taken, forbidden or not one of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as cause:
+        raise _unusable(host, port, cause) from cause
+    try:
+        # Without this a restarted server waits a minute for the old connections to be forgotten.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as cause:
+        listener.close()
+        raise _unusable(host, port, cause) from cause
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class HTTPServer(uvicorn.Server):
+    """Uvicorn around one engine.
+
+    The first SIGINT or SIGTERM stops new connections and gives running requests `drain_seconds`; then the engine ends
+    them and `run` returns. A second signal ends the process at once.
+
+    Args:
+        on_ready: called when connections are accepted.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        llm: AsyncLLM,
+        *,
+        drain_seconds: float = 10,
+        access_log: bool = False,
+        on_ready: Callable[[], None],
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_level="info" if access_log else "warning",
+                access_log=access_log,
+                timeout_graceful_shutdown=int(drain_seconds) + _MARGIN_SECONDS,
+            )
+        )
+        self._llm = llm
+        self._drain_seconds = drain_seconds
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets)
+        except OSError as cause:
+            # Two programs may bind one port, only the first to listen has it.
+            raise ConfigurationError("the port cannot be listened on", got=cause.strerror) from cause
+        self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await asyncio.gather(super().shutdown(sockets), self._llm.shutdown(drain_seconds=self._drain_seconds))
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if self.should_exit:
+            # At once: no wait for threads, tasks or buffers. The shell's number for death by a signal.
+            os._exit(128 + sig)
+        super().handle_exit(sig, frame)
+
+
+def _unusable(host: str, port: int, cause: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"cannot listen on {host}:{port}",
+        got=cause.strerror,
+        do="choose another --host or --port, or stop the other server",
+    )

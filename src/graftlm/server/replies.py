@@ -1,0 +1,112 @@
+"""The JSON that goes back, in OpenAI's shapes. `stop_reason`, `parent` and `max_model_len` are vLLM's additions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any, Literal, NotRequired, TypedDict
+
+from graftlm.engine.outputs import FinishReason, RequestOutput
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+
+
+class RatedToken(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(RatedToken):
+    top_logprobs: list[RatedToken]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatLogprob]
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+
+
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: Literal["graft"]
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class Envelope:
+    """What every object of one answer has in common: its id, its time and the model's name as the client gave it."""
+
+    def __init__(self, *, prefix: str, kind: str, model: str) -> None:
+        self._head = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def holding(self, choices: list[Any], **more: object) -> dict[str, Any]:
+        return {**self._head, "choices": choices, **more}
+
+
+class TokenCount:
+    """Usage over the requests of one HTTP call, whose counts grow with each delta."""
+
+    def __init__(self) -> None:
+        self._prompt: dict[str, int] = {}
+        self._completion: dict[str, int] = {}
+
+    def add(self, output: RequestOutput) -> None:
+        self._prompt[output.request_id] = len(output.prompt_token_ids)
+        self._completion[output.request_id] = output.num_output_tokens
+
+    @property
+    def usage(self) -> Usage:
+        prompt, completion = sum(self._prompt.values()), sum(self._completion.values())
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

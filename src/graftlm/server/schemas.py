@@ -1,0 +1,239 @@
+"""What the routes accept. Types are strict: a bool is no number, a string is no number, NaN is nothing, and a field
+that is not listed here is refused by name. OpenAI fields that Graft does not offer are listed with the values that ask
+for nothing; any other value is refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic_core import PydanticCustomError
+
+from graftlm.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from graftlm.errors import InvalidRequest
+from graftlm.server.prompts import MAX_ANSWERS, Prompt, is_sendable, parse_prompts
+
+_LARGEST_INTEGER = 2**31 - 1
+_LONGEST_NAME = 256
+_LONGEST_PATH = 4096
+
+
+def _check_unicode(text: str) -> str:
+    if not is_sendable(text):
+        raise PydanticCustomError("surrogate", "text without unpaired surrogates")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_unicode)]
+
+
+def _nothing_but(*harmless: object) -> PlainValidator:
+    """A field that may only hold values which ask for nothing."""
+
+    def check(value: object) -> object:
+        if any(value == allowed and type(value) is type(allowed) for allowed in harmless):
+            return value
+        shown = ", ".join("null" if allowed is None else str(allowed) for allowed in harmless)
+        raise PydanticCustomError("unsupported", "allowed: {shown}; do: leave it out", {"shown": shown})
+
+    return PlainValidator(check)
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_parts(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[Any, _nothing_but(None, False)] = None
+
+
+class _Generation(_Strict):
+    """What both generation routes share. null is the same as absent; the defaults are those of `SamplingParams`."""
+
+    model: Text
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: Annotated[list[Text] | None, BeforeValidator(_as_list)] = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+
+    # Not OpenAI's; named as in vLLM.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+
+    # Labels for the caller's own books.
+    user: Text | None = None
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check_stream_options(self) -> None:
+        """Raises InvalidRequest: stream_options without stream."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest(
+                "stream_options needs a stream",
+                param="stream_options",
+                do="set stream to true or leave stream_options out",
+            )
+
+    def shared_sampling(self) -> dict[str, Any]:
+        """The given sampling fields, as keyword arguments of `SamplingParams`."""
+        names = (
+            "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty", "min_p",
+            "repetition_penalty", "stop_token_ids", "min_tokens", "ignore_eos",
+        )  # fmt: skip
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.top_k is not None:
+            # vLLM's clients send -1 for "all", Graft and newer vLLM say 0.
+            given["top_k"] = 0 if self.top_k == -1 else self.top_k
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+        return given
+
+
+def _token_id(key: str) -> int:
+    digits = key.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 20):
+        raise InvalidRequest(
+            "logit_bias has a key that is not a token id", param="logit_bias", got=repr(key), allowed="whole numbers"
+        )
+    return int(key)
+
+
+class CompletionRequest(_Generation):
+    """Body of POST /v1/completions."""
+
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(parse_prompts)]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    best_of: Annotated[Any, _nothing_but(None, 1)] = None
+    suffix: Annotated[Any, _nothing_but(None, "")] = None
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises InvalidRequest: a value is out of range."""
+        self.check_stream_options()
+        given = self.shared_sampling()
+        if self.max_tokens is not None:
+            given["max_tokens"] = self.max_tokens
+        prompt_logprobs = self.logprobs if self.echo else None
+        num_answers = len(self.prompt) * (self.n or 1)
+        if num_answers > MAX_ANSWERS:
+            raise InvalidRequest(
+                "too many answers asked for",
+                param="n",
+                got=num_answers,
+                allowed=f"at most {MAX_ANSWERS}, all prompts together",
+            )
+        return SamplingParams(**given, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(_Strict):
+    """One turn. The fields that an assistant's own reply comes with are accepted when they are empty, so that it can be
+    sent back as it is."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[TextPart], BeforeValidator(_as_parts), Field(min_length=1)]
+    name: Text | None = None
+
+    refusal: Annotated[Any, _nothing_but(None)] = None
+    annotations: Annotated[Any, _nothing_but(None, [])] = None
+    audio: Annotated[Any, _nothing_but(None)] = None
+    function_call: Annotated[Any, _nothing_but(None)] = None
+    tool_calls: Annotated[Any, _nothing_but(None, [])] = None
+
+    def for_template(self) -> dict[str, str]:
+        """What the chat template sees. Text parts are joined with nothing between them."""
+        turn = {"role": self.role, "content": "".join(part.text for part in self.content)}
+        return turn if self.name is None else {**turn, "name": self.name}
+
+
+class ChatRequest(_Generation):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1, le=_LARGEST_INTEGER)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=_LARGEST_INTEGER)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    audio: Annotated[Any, _nothing_but(None)] = None
+    function_call: Annotated[Any, _nothing_but(None, "none", "auto")] = None
+    functions: Annotated[Any, _nothing_but(None, [])] = None
+    modalities: Annotated[Any, _nothing_but(None, ["text"])] = None
+    parallel_tool_calls: bool | None = None
+    prediction: Annotated[Any, _nothing_but(None)] = None
+    prompt_cache_key: Text | None = None
+    reasoning_effort: Annotated[Any, _nothing_but(None, "none")] = None
+    response_format: Annotated[Any, _nothing_but(None, {"type": "text"})] = None
+    safety_identifier: Text | None = None
+    service_tier: Annotated[Any, _nothing_but(None, "auto", "default")] = None
+    store: Annotated[Any, _nothing_but(None, False)] = None
+    tool_choice: Annotated[Any, _nothing_but(None, "none", "auto")] = None
+    tools: Annotated[Any, _nothing_but(None, [])] = None
+    verbosity: Annotated[Any, _nothing_but(None, "medium")] = None
+    web_search_options: Annotated[Any, _nothing_but(None)] = None
+
+    def sampling_params(self) -> SamplingParams:
+        """Without a limit the answer may take what is left of the context.
+
+        Raises InvalidRequest: a value is out of range, or two fields contradict each other.
+        """
+        self.check_stream_options()
+        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+        if len(limits) > 1:
+            raise InvalidRequest(
+                "max_tokens and max_completion_tokens differ",
+                param="max_completion_tokens",
+                got=f"{self.max_tokens} and {self.max_completion_tokens}",
+                do="send one of them",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs", param="top_logprobs", do="set logprobs to true")
+        return SamplingParams(
+            **self.shared_sampling(),
+            max_tokens=limits.pop() if limits else None,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+class LoadAdapterRequest(_Strict):
+    """Body of POST /v1/load_lora_adapter. A relative `lora_path` is looked for below each allowed folder."""
+
+    lora_name: Annotated[Text, Field(min_length=1, max_length=_LONGEST_NAME)]
+    lora_path: Annotated[Text, Field(min_length=1, max_length=_LONGEST_PATH)]
+    load_inplace: Annotated[Any, _nothing_but(None, False)] = None
+
+
+class UnloadAdapterRequest(_Strict):
+    """Body of POST /v1/unload_lora_adapter."""
+
+    lora_name: Annotated[Text, Field(min_length=1, max_length=_LONGEST_NAME)]
+    lora_int_id: Annotated[Any, _nothing_but(None)] = None

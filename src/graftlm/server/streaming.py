@@ -1,0 +1,150 @@
+"""From the engine's deltas to a reply, whole or as server-sent events; and the end of the work when the client is
+gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from graftlm.engine.async_llm import AsyncLLM, RequestStream
+from graftlm.engine.outputs import RequestOutput
+from graftlm.engine.sampling_params import SamplingParams
+from graftlm.errors import EngineClosed
+from graftlm.server.errors import ClientGone, error_reply, log_unforeseen
+from graftlm.server.prompts import Prompt
+
+
+async def submit(
+    llm: AsyncLLM, prompts: Sequence[Prompt], params: SamplingParams, *, adapter: str | None
+) -> list[RequestStream]:
+    """Hand all prompts to the engine at once, so that they run in one batch; or none, when one of them is refused.
+
+    Raises:
+        InvalidRequest, ModelNotFound: what the engine says of the first prompt it refuses.
+    """
+    requests = [
+        llm.add_request(prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}, params, adapter=adapter)
+        for prompt in prompts
+    ]
+    results = await asyncio.gather(*requests, return_exceptions=True)
+    streams = [result for result in results if isinstance(result, RequestStream)]
+    refusals = [result for result in results if isinstance(result, BaseException)]
+    if refusals:
+        abort(streams)
+        raise refusals[0]
+    return streams
+
+
+def abort(streams: Sequence[RequestStream]) -> None:
+    """Give up what is still running; streams that are through do not mind."""
+    for stream in streams:
+        stream.abort()
+
+
+@contextmanager
+def given_up_on_error(streams: Sequence[RequestStream]) -> Iterator[None]:
+    """For what must still succeed before there is a reply to carry the streams."""
+    try:
+        yield
+    except BaseException:
+        abort(streams)
+        raise
+
+
+async def collect(request: Request, streams: Sequence[RequestStream]) -> list[RequestOutput]:
+    """The complete outputs.
+
+    Raises:
+        ClientGone: the client went away first; the work is stopped.
+        EngineClosed: the engine stopped first.
+    """
+    answers = asyncio.gather(*(stream.collect() for stream in streams))
+    leaving = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait((answers, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not answers.done():
+            raise ClientGone
+        outputs = await answers
+    finally:
+        abort(streams)
+        leaving.cancel()
+        answers.cancel()
+        await asyncio.gather(answers, leaving, return_exceptions=True)
+    for output in outputs:
+        check_not_aborted(output)
+    return outputs
+
+
+async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    """Deltas of all streams as they come, each with its stream's place in the list."""
+    waiting = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for future in sorted(done, key=waiting.__getitem__):
+                index = waiting.pop(future)
+                try:
+                    delta = future.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(streams[index]))] = index
+                check_not_aborted(delta)
+                yield index, delta
+    finally:
+        for future in waiting:
+            future.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def check_not_aborted(output: RequestOutput) -> None:
+    """Raises EngineClosed: part of an answer must not pass for the answer."""
+    if any(answer.finish_reason == "abort" for answer in output.outputs):
+        raise EngineClosed("the engine stopped before the answer was complete", do="send the request again")
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. However the response ends, by [DONE], by an error or because the client left, the requests
+    behind it are stopped."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncGenerator[Mapping[str, Any]], streams: Sequence[RequestStream]) -> None:
+        self._events = _events(chunks)
+        self._streams = streams
+        super().__init__(self._events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            abort(self._streams)
+            await self._events.aclose()
+
+
+async def _events(chunks: AsyncGenerator[Mapping[str, Any]]) -> AsyncGenerator[bytes]:
+    try:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield _event(chunk)
+    except Exception as error:
+        # The status line is long gone: the failure is an event, and the stream ends without [DONE].
+        log_unforeseen(error)
+        yield _event(error_reply(error).body)
+        return
+    yield b"data: [DONE]\n\n"
+
+
+def _event(data: Mapping[str, Any]) -> bytes:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -23,6 +23,8 @@ CONFIG_NAME = "adapter_config.json"
 SAFETENSORS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
 HUB_FILES = (CONFIG_NAME, SAFETENSORS_NAME, PICKLE_NAME)
+# A tokenizer of the adapter's own. Trainers save them habitually; they are reported, and not used yet.
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "added_tokens.json")
 MAX_CONFIG_BYTES = 4 << 20
 # safetensors' own limit on the JSON header.
 MAX_HEADER_BYTES = 100_000_000
@@ -30,11 +32,16 @@ MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterFiles:
-    """An adapter as read from disk. tensors: the file's own names and dtypes, on the CPU."""
+    """An adapter as read from disk.
+
+    tensors: the file's own names and dtypes, on the CPU.
+    digest: SHA-256 of config and weights. text_files: tokenizer files that lie beside them.
+    """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     digest: str
+    text_files: tuple[str, ...]
 
 
 def find_adapter(source: str | Path) -> tuple[Path, Path]:
@@ -93,7 +100,8 @@ def read_adapter_files(source: str | Path, *, max_bytes: int, allow_pickle: bool
         tensors = _parse_pickle(content, weights_path.name, allow_pickle)
     else:
         tensors = _parse_safetensors(content, weights_path.name)
-    return AdapterFiles(config=config, tensors=tensors, digest=digest)
+    text_files = tuple(name for name in TEXT_FILES if (weights_path.parent / name).is_file())
+    return AdapterFiles(config=config, tensors=tensors, digest=digest, text_files=text_files)
 
 
 def _require(config: Path) -> Path:

@@ -11,11 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from graftlm.adapters.config import LoraConfig, parse_lora_config
-from graftlm.adapters.files import find_adapter, read_adapter_files
+from graftlm.adapters.files import read_adapter_files
 from graftlm.adapters.tensor_names import PEFT_PREFIX
 from graftlm.errors import AdapterError
 
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "added_tokens.json")
 # Everything PEFT appends to a module's path, from the first such component on.
 _ROLE = re.compile(r"\.(lora_|token_adapter|modules_to_save|base_layer|original_module|weight$|bias$).*")
 _INSPECTION_LIMIT = 64 << 30
@@ -68,7 +67,6 @@ def inspect_adapter(source: str | Path, *, allow_pickle: bool = False) -> Adapte
     Raises:
         AdapterError: its files are missing or damaged.
     """
-    _, weights_path = find_adapter(source)
     files = read_adapter_files(source, max_bytes=_INSPECTION_LIMIT, allow_pickle=allow_pickle)
     config, refusal = _parse(files.config)
     return AdapterReport(
@@ -77,7 +75,7 @@ def inspect_adapter(source: str | Path, *, allow_pickle: bool = False) -> Adapte
         trained_on=files.config.get("base_model_name_or_path"),
         peft_version=files.config.get("peft_version"),
         modules=_modules(files.tensors, config),
-        text_files=tuple(name for name in TEXT_FILES if (weights_path.parent / name).is_file()),
+        text_files=files.text_files,
         refusal=refusal,
     )
 

@@ -57,6 +57,8 @@ def load_adapter(
     if absent := sorted(selected - pairs.keys()):
         # What PEFT does as well: a targeted module whose tensors are missing stays as the base has it.
         logger.warning("adapter %s has no tensors for %d of its targets: %s", name, len(absent), ", ".join(absent[:5]))
+    if files.text_files:
+        logger.warning("adapter %s: %s not used; the base's tokenizer serves it", name, ", ".join(files.text_files))
     return Adapter(
         name=name,
         digest=files.digest,

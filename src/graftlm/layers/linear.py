@@ -23,7 +23,7 @@ class Linear:
         """x: [T, in] -> [T, out]."""
         out = self.weight.matmul(x, self.bias)
         updates = [
-            ops.LoraSegment(start=segment.start, stop=segment.stop, lora_a=patch.lora_a, expands=patch.expands)
+            ops.LoraSegment(segment.start, segment.stop, patch.low_rank)
             for segment in segments
             if (patch := segment.patches.get(self.slot)) is not None
         ]

@@ -9,27 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NewType
 
-from torch import Tensor
+from graftlm.kernels.ops import LoraUpdate
 
-from graftlm.kernels.ops import LoraExpand
-
-# Name of a layer that can be patched, such as "model.layers.3.self_attn.qkv"; unique in a model.
+# Name of a layer that can be patched, such as "layers.3.qkv"; unique in a model.
 Slot = NewType("Slot", str)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearPatch:
-    """Low-rank update of one linear layer: y += (x @ lora_a.T)[:, e.rank] @ e.lora_b.T for each of its expands e.
+    """What an adapter does to one linear layer: y = W x + b + low_rank(x)."""
 
-    lora_a: [R, in], the As of all parts of a fused projection stacked, so that one product serves q, k and v.
-    """
-
-    lora_a: Tensor
-    expands: tuple[LoraExpand, ...]
+    low_rank: LoraUpdate
 
     @property
     def num_bytes(self) -> int:
-        return self.lora_a.nbytes + sum(expand.lora_b.nbytes for expand in self.expands)
+        return self.low_rank.num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from graftlm.adapters.adapter import BoundModule
 from graftlm.adapters.config import LoraConfig
 from graftlm.errors import AdapterCorrupt, AdapterIncompatible
-from graftlm.kernels.ops import LoraExpand
+from graftlm.kernels.ops import LoraExpand, LoraUpdate
 from graftlm.layers.patch import LinearPatch, Slot
 from graftlm.models.site import LinearSite, SiteMap
 
@@ -86,7 +86,7 @@ def _fuse(parts: list[tuple[LinearSite, LoraPair, float]], device: torch.device)
         rank = pair.lora_a.shape[0]
         expands.append(
             LoraExpand(
-                lora_b=(pair.lora_b.to(device, torch.float32) * scaling).contiguous(),
+                matrix=(pair.lora_b.to(device, torch.float32) * scaling).t().contiguous(),
                 out_start=site.start,
                 out_stop=site.stop,
                 rank_start=rank_start,
@@ -95,4 +95,4 @@ def _fuse(parts: list[tuple[LinearSite, LoraPair, float]], device: torch.device)
         )
         rank_start += rank
     stacked = torch.cat([pair.lora_a.to(device, torch.float32) for _, pair, _ in parts])
-    return LinearPatch(lora_a=stacked, expands=tuple(expands))
+    return LinearPatch(low_rank=LoraUpdate(shrink=stacked.t(), expands=tuple(expands)))

@@ -1,0 +1,89 @@
+"""`graft inspect`: what a folder holds, and whether it fits."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+from typer.testing import CliRunner
+
+from graftlm.cli import app
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_llama(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_adapter(
+        base,
+        tmp_path_factory.mktemp("adapter"),
+        r=8,
+        lora_alpha=16,
+        target_modules=["q_proj", "v_proj", "up_proj"],
+        rank_pattern={"v_proj": 4, r"layers.1.*up_proj": 16},
+        alpha_pattern={"v_proj": 32},
+    )
+
+
+def inspect(*arguments: str | Path) -> tuple[int, str]:
+    """Exit code and words of the command's output, however the table broke the lines."""
+    result = CliRunner().invoke(app, ["inspect", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def test_r007_each_modules_rank_and_scaling_is_printed(adapter: Path) -> None:
+    code, output = inspect(adapter, "--every-module")
+    assert code == 0
+    rows = {words[0]: words[1:4] for line in output.splitlines() if (words := line.split()) and "layers" in words[0]}
+    assert rows["model.layers.0.self_attn.q_proj"] == ["1", "8", "2"]
+    assert rows["model.layers.0.self_attn.v_proj"] == ["1", "4", "8"]
+    assert rows["model.layers.0.mlp.up_proj"] == ["1", "8", "2"]
+    assert rows["model.layers.1.mlp.up_proj"] == ["1", "16", "1"]
+
+
+def test_modules_that_differ_only_in_their_layer_share_a_row(adapter: Path) -> None:
+    _, output = inspect(adapter)
+    rows = [line.split()[:4] for line in output.splitlines() if "model.layers" in line]
+    assert ["model.layers.*.self_attn.q_proj", "2", "8", "2"] in rows
+    assert ["model.layers.*.mlp.up_proj", "1", "16", "1"] in rows
+
+
+def test_an_adapter_that_fits_its_base_says_how_many_tensors_bind(adapter: Path, base: Path) -> None:
+    code, output = inspect(adapter, "--base", base)
+    assert code == 0
+    assert "bound 12 of 12 tensors" in " ".join(output.split())
+
+
+def test_an_adapter_of_another_base_does_not_fit(adapter: Path, tmp_path: Path) -> None:
+    other = tiny.make_llama(tmp_path / "other", hidden_size=32)
+    code, output = inspect(adapter, "--base", other)
+    assert code == 1
+    assert "q_proj has another shape" in " ".join(output.split())
+
+
+def test_an_adapter_that_is_not_served_is_still_described(adapter: Path, tmp_path: Path) -> None:
+    dora = Path(shutil.copytree(adapter, tmp_path / "dora"))
+    tiny.edit_json(dora / "adapter_config.json", use_dora=True)
+    code, output = inspect(dora)
+    assert code == 1
+    assert "DoRA" in output
+    assert "use_dora is not supported" in " ".join(output.split())
+
+
+def test_tokenizer_files_beside_the_weights_are_listed(adapter: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(adapter, tmp_path / "with-text"))
+    tiny.write_tokenizer(folder)
+    _, output = inspect(folder)
+    assert "tokenizer.json" in output
+
+
+def test_a_missing_folder_is_one_line_on_stderr(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "nothing")])
+    assert result.exit_code == 2
+    assert "no such adapter" in result.stderr
+    assert "Traceback" not in result.output

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import platform
+import shutil
 import sys
 import tempfile
 import time
@@ -230,10 +231,12 @@ def main() -> int:
             name: reference.write_adapter(Path(folder) / name, seed, config)
             for seed, (name, config) in enumerate(RANDOM_ADAPTERS.items())
         }
+        # Copies, so that both sides read the same files even if one is trained anew meanwhile.
+        demo = {name: Path(shutil.copytree(path, Path(folder) / name)) for name, path in demo_adapters().items()}
         rows = compare(
             llm,
             reference,
-            {**demo_adapters(), **random},
+            {**demo, **random},
             num_prompts=arguments.prompts,
             num_generated=arguments.generate,
             alone=True,

@@ -264,7 +264,9 @@ def test_r088_the_memory_of_many_adapters_returns(llm: LLM, llama: Path, tmp_pat
     start, peaks = resident(), []
     for _ in range(2):
         for index in range(20):
+            edit_json(large / "adapter_config.json", lora_alpha=index + 1)  # another digest, so nothing is shared
             llm.load_adapter(f"a{index}", large)
+            llm.logits(PROMPT[:2], adapter=f"a{index}")
         peaks.append(resident())
         for index in range(20):
             llm.unload_adapter(f"a{index}")

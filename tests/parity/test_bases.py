@@ -17,7 +17,7 @@ from tests.tiny import ALL_PROJECTIONS, edit_json, make_llama
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
-    "rope_theta": 500_000.0,
+    "rope_theta": 50_000.0,  # puts a wavelength of 24 between the two bounds, 8 and 32, where the rule blends
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -88,7 +88,7 @@ def to_v4_spelling(folder: Path, scaling: dict[str, Any] | None) -> None:
         folder / "config.json",
         rope_parameters=...,
         dtype=...,
-        rope_theta=500_000.0,
+        rope_theta=50_000.0,
         rope_scaling=scaling,
         torch_dtype="float32",
         pretraining_tp=1,

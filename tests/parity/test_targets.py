@@ -105,6 +105,13 @@ def test_r005_targets_that_match_nothing_of_the_weights_are_refused(
     assert not untied.llm.adapters
 
 
+def test_r006_all_linear_leaves_the_head_out(world: World, tmp_path: Path) -> None:
+    adapter = make_even_adapter(world.base, tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
+    edit_json(adapter / "adapter_config.json", target_modules="all-linear")
+    with pytest.raises(AdapterIncompatible, match="config does not target: lm_head"):
+        world.llm.load_adapter("adapter", adapter)
+
+
 def test_weights_of_a_module_the_config_does_not_target_are_refused(untied: World, tmp_path: Path) -> None:
     adapter = make_even_adapter(untied.base, tmp_path / "adapter", target_modules=["q_proj", "v_proj"])
     edit_json(adapter / "adapter_config.json", target_modules=["v_proj"])

@@ -30,7 +30,9 @@ def write_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def make_llama(folder: Path, *, seed: int = 0, tied: bool = False, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
+def make_llama(
+    folder: Path, *, seed: int = 0, tied: bool = False, dtype: torch.dtype = torch.float32, **config: Any
+) -> Path:
     """Write a random Llama with loud weights (logits' standard deviation is about 1) and a byte-level tokenizer."""
     torch.manual_seed(seed)
     settings: dict[str, Any] = {

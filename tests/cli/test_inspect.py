@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tiny
 from typer.testing import CliRunner
 
 from graftlm.cli import app
+from tests import tiny
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +31,7 @@ heldout = [json.loads(line) for line in (EXAMPLES / "data" / "heldout.jsonl").re
 
 
 @pytest.fixture(scope="module")
-def answers() -> Iterator[dict[str, list[str]]]:
+def answers() -> dict[str, list[str]]:
     """Answers by model, all computed in one batch of mixed rows."""
     llm = LLM(demo_model(), adapters=demo_adapters(), max_model_len=512)
     names: list[str | None] = [None, *demo_adapters()]
@@ -46,7 +45,7 @@ def answers() -> Iterator[dict[str, list[str]]]:
     by_model: dict[str, list[str]] = {}
     for (name, _), output in zip(rows, outputs, strict=True):
         by_model.setdefault(name or BASE, []).append(output.outputs[0].text)
-    yield by_model
+    return by_model
 
 
 def share(results: list[bool]) -> float:

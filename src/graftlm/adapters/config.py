@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from graftlm.adapters.patterns import FULL_NAME, LAYER_INDEX, NAME_ENDING, check_pattern, pattern_match
 from graftlm.errors import AdapterCorrupt, AdapterUnsupported
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,8 @@ READ_FIELDS = frozenset(
 )
 # Initialisations that leave the base alone. PiSSA, OLoRA, CorDA and LoftQ change it, and are refused.
 PLAIN_INITIALISATIONS = (True, False, None, "true", "gaussian", "orthogonal", "eva", "mica")
+# JSON integers have no limit, floats do.
+MAX_INTEGER = 1 << 63
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,22 +109,23 @@ def parse_lora_config(raw: Mapping[str, Any]) -> LoraConfig:
     """
     peft_type = raw.get("peft_type")
     if peft_type != "LORA":
-        raise AdapterUnsupported("this peft_type is not supported", got=repr(peft_type), allowed="LORA")
+        raise AdapterUnsupported("this peft_type is not supported", got=_shown(peft_type), allowed="LORA")
     if raw.get("task_type") not in (None, "CAUSAL_LM"):
         raise AdapterUnsupported(
-            "this task_type is not supported", got=repr(raw["task_type"]), allowed="CAUSAL_LM, null"
+            "this task_type is not supported", got=_shown(raw["task_type"]), allowed="CAUSAL_LM, null"
         )
     for field in sorted(REFUSED_FIELDS):
-        if _asks_for_something(raw.get(field)):
-            raise AdapterUnsupported(f"adapter_config.json: {field} is not supported", got=repr(raw[field])[:200])
+        if raw.get(field) and not (field == "bias" and raw[field] == "none"):
+            raise AdapterUnsupported(f"adapter_config.json: {field} is not supported", got=_shown(raw[field]))
     initialisation = raw.get("init_lora_weights")
     if initialisation not in PLAIN_INITIALISATIONS:
         raise AdapterUnsupported(
             "adapter_config.json: init_lora_weights names a method that changes the base",
-            got=repr(initialisation),
+            got=_shown(initialisation),
             do="save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA",
         )
     _check_unknown_fields(raw)
+    _check_layer_fields(raw)
     return LoraConfig(
         rank=_rank("r", raw.get("r"), default=8),
         alpha=_number("lora_alpha", raw.get("lora_alpha"), default=8.0),
@@ -136,8 +139,9 @@ def parse_lora_config(raw: Mapping[str, Any]) -> LoraConfig:
     )
 
 
-def _asks_for_something(value: object) -> bool:
-    return bool(value) and value != "none"
+def _shown(value: object) -> str:
+    """A value as it may stand in a message: a config can be megabytes."""
+    return repr(value)[:200]
 
 
 def _check_unknown_fields(raw: Mapping[str, Any]) -> None:
@@ -145,17 +149,27 @@ def _check_unknown_fields(raw: Mapping[str, Any]) -> None:
     meaningful = [field for field in unknown if raw[field]]
     if meaningful:
         raise AdapterUnsupported(
-            f"adapter_config.json has fields Graft does not know: {', '.join(meaningful)}",
+            f"adapter_config.json has fields Graft does not know: {_shown(meaningful)}",
             do="remove them if they do not matter when the adapter is applied",
         )
     if unknown:
-        logger.info("adapter_config.json: ignoring empty unknown fields %s", ", ".join(unknown))
+        logger.info("adapter_config.json: ignoring empty unknown fields %s", _shown(unknown))
+
+
+def _check_layer_fields(raw: Mapping[str, Any]) -> None:
+    # The same combinations PEFT refuses when a LoraConfig is made.
+    for field in ("layers_to_transform", "layers_pattern"):
+        if raw.get(field) and isinstance(raw.get("target_modules"), str):
+            raise AdapterCorrupt(
+                f"adapter_config.json: {field} needs target_modules to be a list", got=_shown(raw["target_modules"])
+            )
+    if raw.get("layers_pattern") and raw.get("layers_to_transform") is None:
+        raise AdapterCorrupt("adapter_config.json: layers_pattern needs layers_to_transform")
 
 
 def _first_match(patterns: Mapping[str, float], path: str, default: float) -> float:
-    # peft/utils/other.py, get_pattern_key: anchored at the end, and on the left at a dot or the start.
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
+        if pattern_match(NAME_ENDING, pattern, path):
             return value
     return default
 
@@ -164,21 +178,22 @@ def _rank(field: str, value: object, default: int | None = None) -> int:
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise AdapterCorrupt(
-            f"adapter_config.json: {field} is not a rank", got=repr(value), allowed="an integer from 1"
+            f"adapter_config.json: {field} is not a rank", got=_shown(value), allowed="an integer from 1"
         )
     return value
 
 
 def _number(field: str, value: object, default: float | None = None) -> float:
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise AdapterCorrupt(f"adapter_config.json: {field} is not a finite number", got=repr(value))
-    return float(value)
+    number = value if isinstance(value, float) or (isinstance(value, int) and abs(value) < MAX_INTEGER) else math.nan
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise AdapterCorrupt(f"adapter_config.json: {field} is not a finite number", got=_shown(value))
+    return float(number)
 
 
 def _flag(field: str, value: object) -> bool:
     if value is not None and not isinstance(value, bool):
-        raise AdapterCorrupt(f"adapter_config.json: {field} is not true or false", got=repr(value))
+        raise AdapterCorrupt(f"adapter_config.json: {field} is not true or false", got=_shown(value))
     return bool(value)
 
 
@@ -187,7 +202,7 @@ def _patterns(raw: Mapping[str, Any], field: str) -> dict[str, Any]:
     if not isinstance(patterns, dict):
         raise AdapterCorrupt(f"adapter_config.json: {field} is not an object", got=type(patterns).__name__)
     for pattern in patterns:
-        _check_regex(field, pattern)
+        check_pattern(field, NAME_ENDING, pattern)
     return patterns
 
 
@@ -197,35 +212,24 @@ def _module_names(raw: Mapping[str, Any], field: str) -> tuple[str, ...] | str |
         return None
     if isinstance(names, str):
         if names.lower() != "all-linear":
-            _check_regex(field, names)
+            check_pattern(field, FULL_NAME, names)
         return names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise AdapterCorrupt(
-            f"adapter_config.json: {field} is not a string or a list of strings", got=repr(names)[:200]
-        )
+        raise AdapterCorrupt(f"adapter_config.json: {field} is not a string or a list of strings", got=_shown(names))
     return tuple(names)
-
-
-def _check_regex(field: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as cause:
-        raise AdapterCorrupt(f"adapter_config.json: {field} holds a broken regular expression", got=pattern) from cause
 
 
 def _layer_indices(value: object) -> tuple[int, ...]:
     indices = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(index, int) and not isinstance(index, bool) for index in indices):
-        raise AdapterCorrupt(
-            "adapter_config.json: layers_to_transform is not made of layer indices", got=repr(value)[:200]
-        )
+        raise AdapterCorrupt("adapter_config.json: layers_to_transform is not made of layer indices", got=_shown(value))
     return tuple(indices)
 
 
 def _layers_pattern(value: object) -> tuple[str, ...]:
     patterns: list[Any] = [] if not value else value if isinstance(value, list) else [value]
     if not all(isinstance(pattern, str) for pattern in patterns):
-        raise AdapterCorrupt("adapter_config.json: layers_pattern is not made of strings", got=repr(value)[:200])
+        raise AdapterCorrupt("adapter_config.json: layers_pattern is not made of strings", got=_shown(value))
     for pattern in patterns:
-        _check_regex("layers_pattern", pattern)
+        check_pattern("layers_pattern", LAYER_INDEX, pattern)
     return tuple(patterns)

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import pickle
+import struct
+import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from graftlm.checkpoint.hub import download, is_hub_id
-from graftlm.checkpoint.json_file import read_json_object
+from graftlm.checkpoint.json_file import parse_json_object
 from graftlm.errors import AdapterCorrupt, AdapterFilesNotFound, AdapterMemoryExceeded, AdapterUnsupported
 
 CONFIG_NAME = "adapter_config.json"
@@ -26,8 +30,23 @@ HUB_FILES = (CONFIG_NAME, SAFETENSORS_NAME, PICKLE_NAME)
 # A tokenizer of the adapter's own. Trainers save them habitually; they are reported, and not used yet.
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "added_tokens.json")
 MAX_CONFIG_BYTES = 4 << 20
+MAX_TENSOR_NAME_LEN = 500
 # safetensors' own limit on the JSON header.
 MAX_HEADER_BYTES = 100_000_000
+# What torch's weights-only unpickler raises on files that are damaged or hold more than weights.
+PICKLE_ERRORS = (
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    struct.error,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +70,25 @@ def find_adapter(source: str | Path) -> tuple[Path, Path]:
     Raises:
         AdapterFilesNotFound: says which file was looked for.
     """
-    if "\0" in str(source):
-        raise AdapterFilesNotFound("an adapter path cannot hold a NUL character")
-    path = Path(source).expanduser()
-    if path.is_file():
-        return _require(path.parent / CONFIG_NAME), path
-    if not path.exists() and is_hub_id(str(source)):
-        path = download(str(source), HUB_FILES, AdapterFilesNotFound)
+    try:
+        path = Path(source).expanduser()
+        if path.is_file():
+            return _require(path.parent / CONFIG_NAME), path
+        if not path.exists() and is_hub_id(source):
+            path = download(str(source), HUB_FILES, AdapterFilesNotFound)
+        return _find_in_folder(path, source)
+    except (OSError, RuntimeError, ValueError) as cause:
+        if isinstance(cause, AdapterFilesNotFound):
+            raise
+        # A name that is too long, a user that does not exist, a folder that may not be read.
+        raise AdapterFilesNotFound("this path cannot be opened", got=_shown(source), do=str(cause)[:100]) from cause
+
+
+def _find_in_folder(path: Path, source: str | Path) -> tuple[Path, Path]:
     if not path.is_dir():
-        raise AdapterFilesNotFound("no such adapter", got=source, allowed="a folder saved by PEFT, or its weights file")
+        raise AdapterFilesNotFound(
+            "no such adapter", got=_shown(source), allowed="a folder saved by PEFT, or its weights file"
+        )
     config = _require(path / CONFIG_NAME)
     for name in (SAFETENSORS_NAME, PICKLE_NAME):
         if (path / name).is_file():
@@ -80,28 +109,49 @@ def read_adapter_files(source: str | Path, *, max_bytes: int, allow_pickle: bool
         AdapterFilesNotFound, AdapterCorrupt, AdapterUnsupported, AdapterMemoryExceeded
     """
     config_path, weights_path = find_adapter(source)
-    if config_path.stat().st_size > MAX_CONFIG_BYTES:
-        raise AdapterCorrupt(
-            f"{CONFIG_NAME} is too large", got=config_path.stat().st_size, allowed=f"{MAX_CONFIG_BYTES} bytes"
-        )
-    config = read_json_object(config_path, AdapterCorrupt)
-    size = weights_path.stat().st_size
-    if size > max_bytes:
+    # Each file is read once, so that digest and adapter are of the same bytes even if one is replaced meanwhile.
+    try:
+        _check_sizes(config_path, weights_path, max_bytes)
+        config_content, content = config_path.read_bytes(), weights_path.read_bytes()
+    except OSError as cause:
+        raise AdapterFilesNotFound("the adapter's files cannot be read", got=str(cause)[:200]) from cause
+    config = parse_json_object(config_content, config_path.name, AdapterCorrupt)
+    digest = hashlib.sha256(config_content + b"\0" + content).hexdigest()
+    if weights_path.suffix == ".bin":
+        tensors = _parse_pickle(content, weights_path.name, allow_pickle)
+    else:
+        tensors = _parse_safetensors(content, weights_path.name)
+    _check_tensor_names(tensors, weights_path.name)
+    text_files = tuple(name for name in TEXT_FILES if (weights_path.parent / name).is_file())
+    return AdapterFiles(config=config, tensors=tensors, digest=digest, text_files=text_files)
+
+
+def _check_tensor_names(tensors: Mapping[str, Tensor], file_name: str) -> None:
+    """Names go into messages and logs."""
+    for name in tensors:
+        if len(name) > MAX_TENSOR_NAME_LEN or not name.isprintable():
+            raise AdapterCorrupt(
+                f"{file_name} has a tensor name that cannot be one",
+                got=ascii(name[:80]),
+                allowed=f"at most {MAX_TENSOR_NAME_LEN} printable characters",
+            )
+
+
+def _shown(source: object) -> str:
+    """A path as it may stand in a message: paths can be long, and hold bytes that are not text."""
+    return repr(str(source))[:200]
+
+
+def _check_sizes(config: Path, weights: Path, max_bytes: int) -> None:
+    if (size := config.stat().st_size) > MAX_CONFIG_BYTES:
+        raise AdapterCorrupt(f"{CONFIG_NAME} is too large", got=f"{size} bytes", allowed=f"{MAX_CONFIG_BYTES} bytes")
+    if (size := weights.stat().st_size) > max_bytes:
         raise AdapterMemoryExceeded(
             "the adapter's weights are larger than what is left of adapter_memory_bytes",
             got=f"{size} bytes",
             allowed=f"{max_bytes} bytes",
             do="unload another adapter or raise adapter_memory_bytes",
         )
-    # Read once, so that digest and tensors are of the same bytes even if the file is replaced meanwhile.
-    content = weights_path.read_bytes()
-    digest = hashlib.sha256(config_path.read_bytes() + b"\0" + content).hexdigest()
-    if weights_path.suffix == ".bin":
-        tensors = _parse_pickle(content, weights_path.name, allow_pickle)
-    else:
-        tensors = _parse_safetensors(content, weights_path.name)
-    text_files = tuple(name for name in TEXT_FILES if (weights_path.parent / name).is_file())
-    return AdapterFiles(config=config, tensors=tensors, digest=digest, text_files=text_files)
 
 
 def _require(config: Path) -> Path:
@@ -111,16 +161,20 @@ def _require(config: Path) -> Path:
 
 
 def _parse_safetensors(content: bytes, name: str) -> dict[str, Tensor]:
-    _check_safetensors_header(content, name)
+    header = _safetensors_header(content, name)
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load(content)
-    except (SafetensorError, KeyError, ValueError, RuntimeError, OverflowError) as cause:
+        json.loads(header, object_pairs_hook=_without_duplicates)
+    except (SafetensorError, KeyError, ValueError, RuntimeError, OverflowError, TypeError) as cause:
         raise AdapterCorrupt(f"{name} is damaged", got=str(cause)[:200]) from cause
     return tensors
 
 
-def _check_safetensors_header(content: bytes, name: str) -> None:
-    """Say in words what a file is that is not safetensors."""
+def _safetensors_header(content: bytes, name: str) -> bytes:
+    """The JSON part; or an error that says in words what a file is that is not safetensors."""
+    header_bytes = int.from_bytes(content[:8], "little")
+    if 0 < header_bytes <= min(MAX_HEADER_BYTES, len(content) - 8) and content[8:9] == b"{":
+        return content[8 : 8 + header_bytes]
     if content[:2] in (b"PK", b"\x80\x02", b"\x80\x04"):
         raise AdapterCorrupt(
             f"{name} is not a safetensors file: it looks like a pickle or zip, as torch.save writes",
@@ -128,9 +182,14 @@ def _check_safetensors_header(content: bytes, name: str) -> None:
         )
     if content.startswith(b"version https://git-lfs"):
         raise AdapterCorrupt(f"{name} is a Git LFS pointer, not the weights", do="fetch the file with git lfs pull")
-    header_bytes = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or header_bytes > min(MAX_HEADER_BYTES, len(content) - 8):
-        raise AdapterCorrupt(f"{name} is not a complete safetensors file", got=f"{len(content)} bytes")
+    raise AdapterCorrupt(f"{name} is not a complete safetensors file", got=f"{len(content)} bytes")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        raise ValueError("a key stands twice in the header")
+    return unique
 
 
 def _parse_pickle(content: bytes, name: str, allow_pickle: bool) -> dict[str, Tensor]:
@@ -141,9 +200,22 @@ def _parse_pickle(content: bytes, name: str, allow_pickle: bool) -> dict[str, Te
             do="convert it to safetensors, or allow .bin files explicitly (allow_pickle); it is then read weights-only",
         )
     try:
+        _refuse_compression(content)
         loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as cause:
-        raise AdapterCorrupt(f"{name} cannot be read weights-only", got=str(cause).splitlines()[0][:200]) from cause
+    except PICKLE_ERRORS as cause:
+        raise AdapterCorrupt(f"{name} cannot be read weights-only", got=str(cause)[:200]) from cause
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise AdapterCorrupt(f"{name} is not a dictionary of tensors")
+    for key, value in loaded.items():
+        # A view can claim any shape over a few bytes; a tensor on another device has no values.
+        if value.layout != torch.strided or value.device.type != "cpu" or value.nbytes > len(content):
+            raise AdapterCorrupt(f"tensor {str(key)[:200]} in {name} is not a plain tensor")
     return {str(key): value for key, value in loaded.items()}
+
+
+def _refuse_compression(content: bytes) -> None:
+    """torch.save stores; whatever unpacks to more than the file's size was made to."""
+    if content.startswith(b"PK"):
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("the archive is compressed")

@@ -2,12 +2,13 @@
 requests or tensors.
 
 A name leads to an immutable adapter. A request takes a hold on the adapter itself, so unloading a name never pulls
-weights from under a running request: the memory returns with the last hold.
+weights from under a running request: the memory returns with the last hold. Every method may be called from any thread.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter
 from collections.abc import Mapping
 
@@ -15,6 +16,8 @@ from graftlm.adapters.adapter import Adapter
 from graftlm.errors import AdapterMemoryExceeded, AdapterNameInvalid, AdapterNameTaken, ModelNotFound
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+_MAX_NAMES_SHOWN = 20
 
 
 class AdapterRegistry:
@@ -30,15 +33,18 @@ class AdapterRegistry:
         self._max_bytes = max_bytes
         self._by_name: dict[str, Adapter] = {}
         self._holds: Counter[Adapter] = Counter()
+        self._lock = threading.RLock()
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         """A snapshot: name -> adapter."""
-        return dict(self._by_name)
+        with self._lock:
+            return dict(self._by_name)
 
     @property
     def free_bytes(self) -> int:
-        used = sum(adapter.num_bytes for adapter in {*self._by_name.values(), *self._holds})
+        with self._lock:
+            used = sum(adapter.num_bytes for adapter in {*self._by_name.values(), *self._holds})
         return self._max_bytes - used
 
     def check_name(self, name: str) -> None:
@@ -63,15 +69,16 @@ class AdapterRegistry:
         Raises:
             AdapterNameInvalid, AdapterNameTaken, AdapterMemoryExceeded
         """
-        self.check_name(adapter.name)
-        if adapter.num_bytes > self.free_bytes:
-            raise AdapterMemoryExceeded(
-                f"adapter {adapter.name} does not fit in adapter_memory_bytes",
-                got=f"{adapter.num_bytes} bytes",
-                allowed=f"{self.free_bytes} of {self._max_bytes} bytes are free",
-                do="unload another adapter or raise adapter_memory_bytes",
-            )
-        self._by_name[adapter.name] = adapter
+        with self._lock:
+            self.check_name(adapter.name)
+            if adapter.num_bytes > self.free_bytes:
+                raise AdapterMemoryExceeded(
+                    f"adapter {adapter.name} does not fit in adapter_memory_bytes",
+                    got=f"{adapter.num_bytes} bytes",
+                    allowed=f"{self.free_bytes} of {self._max_bytes} bytes are free",
+                    do="unload another adapter or raise adapter_memory_bytes",
+                )
+            self._by_name[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
         """Take a name away. Requests that hold its adapter go on with it.
@@ -79,9 +86,9 @@ class AdapterRegistry:
         Raises:
             ModelNotFound
         """
-        if name not in self._by_name:
-            raise self._not_found(name)
-        del self._by_name[name]
+        with self._lock:
+            if self._by_name.pop(name, None) is None:
+                raise self._not_found(name)
 
     def resolve(self, model: str) -> str | None:
         """The adapter a request's model name means; None for the base.
@@ -101,21 +108,25 @@ class AdapterRegistry:
         Raises:
             ModelNotFound
         """
-        if name not in self._by_name:
-            raise self._not_found(name)
-        adapter = self._by_name[name]
-        self._holds[adapter] += 1
-        return adapter
+        with self._lock:
+            adapter = self._by_name.get(name)
+            if adapter is None:
+                raise self._not_found(name)
+            self._holds[adapter] += 1
+            return adapter
 
     def release(self, adapter: Adapter) -> None:
         """Give one hold back."""
-        self._holds[adapter] -= 1
-        if self._holds[adapter] == 0:
-            del self._holds[adapter]
+        with self._lock:
+            self._holds[adapter] -= 1
+            if self._holds[adapter] == 0:
+                del self._holds[adapter]
 
     def num_holds(self, adapter: Adapter) -> int:
         return self._holds[adapter]
 
     def _not_found(self, name: str) -> ModelNotFound:
-        known = ", ".join([self._base_name, *self._by_name])
+        names = [self._base_name, *self.adapters]
+        more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
+        known = ", ".join(names[:_MAX_NAMES_SHOWN]) + more
         return ModelNotFound("no model answers to this name", got=repr(name)[:100], allowed=known)

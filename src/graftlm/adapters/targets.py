@@ -5,9 +5,8 @@ Source: peft/tuners/tuners_utils.py, check_target_module_exists (0.21).
 
 from __future__ import annotations
 
-import re
-
 from graftlm.adapters.config import LoraConfig
+from graftlm.adapters.patterns import ANY_LAYER_INDEX, FULL_NAME, LAYER_INDEX, pattern_match
 from graftlm.errors import AdapterUnsupported
 from graftlm.models.site import SiteMap
 
@@ -47,13 +46,15 @@ def _is_target(config: LoraConfig, path: str, sites: SiteMap) -> bool:
 def _names(names: tuple[str, ...] | str, path: str) -> bool:
     """A string is a regular expression for the whole path; a list entry is the path or its end after a dot."""
     if isinstance(names, str):
-        return re.fullmatch(names, path) is not None
+        return pattern_match(FULL_NAME, names, path) is not None
     return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def _layer_index(path: str, layers_pattern: tuple[str, ...]) -> int | None:
-    patterns = [rf"(?:^|.*?\.){pattern}\.(\d+)\." for pattern in layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
-    for pattern in patterns:
-        if match := re.match(pattern, path):
-            return int(match.group(1))
-    return None
+    if not layers_pattern:
+        match = pattern_match(ANY_LAYER_INDEX, "", path)
+    else:
+        matches = (pattern_match(LAYER_INDEX, pattern, path) for pattern in layers_pattern)
+        match = next((match for match in matches if match is not None), None)
+    index = None if match is None else match.group("index")
+    return None if index is None else int(index)

@@ -14,9 +14,11 @@ from graftlm.errors import GraftError
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def is_hub_id(source: str) -> bool:
-    """Whether the text has the form `owner/name`."""
-    return _HUB_ID.fullmatch(source) is not None and ".." not in source
+def is_hub_id(source: str | Path) -> bool:
+    """Whether `source`, where nothing local is, has the form `owner/name`. In a local folder `owner` a missing `name`
+    is a missing local path, and no reason to ask the network."""
+    text = str(source)
+    return _HUB_ID.fullmatch(text) is not None and ".." not in text and not Path(text).parent.is_dir()
 
 
 def download(hub_id: str, patterns: Sequence[str], error: type[GraftError]) -> Path:

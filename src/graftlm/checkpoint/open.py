@@ -19,7 +19,14 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     Raises:
         CheckpointError: nothing readable is there.
     """
-    path = Path(source).expanduser()
+    try:
+        return _open(Path(source).expanduser(), source)
+    except (OSError, RuntimeError) as cause:
+        # A name that is too long, a user that does not exist, a folder that may not be read.
+        raise CheckpointError("the model cannot be opened", got=repr(str(source))[:200], do=str(cause)[:200]) from cause
+
+
+def _open(path: Path, source: str | Path) -> Checkpoint:
     if path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(
@@ -28,6 +35,8 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         return GGUFCheckpoint(path)
     if path.is_dir():
         return SafetensorsCheckpoint(path)
-    if is_hub_id(str(source)):
+    if is_hub_id(source):
         return SafetensorsCheckpoint(download(str(source), MODEL_FILES, CheckpointError))
-    raise CheckpointError("no such model", got=source, allowed="a folder with config.json, a .gguf file or a hub id")
+    raise CheckpointError(
+        "no such model", got=repr(str(source))[:200], allowed="a folder with config.json, a .gguf file or a hub id"
+    )

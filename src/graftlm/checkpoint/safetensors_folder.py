@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from graftlm.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class SafetensorsCheckpoint:
@@ -35,7 +38,7 @@ class SafetensorsCheckpoint:
                 if name in self._file_of:
                     raise CheckpointError(f"tensor {name} is in two files", got=f"{self._file_of[name]}, {file_name}")
                 self._file_of[name] = file_name
-        self.dtype: str = self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
+        self.dtype: str = str(self.config.get("dtype") or self.config.get("torch_dtype") or self._stored_dtype())
 
     def tensor_names(self) -> frozenset[str]:
         return frozenset(self._file_of)
@@ -45,27 +48,48 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        if tensor.dtype not in WEIGHT_DTYPES:
+            # Codes of some quantisation: as numbers they mean nothing.
+            raise CheckpointError(
+                f"tensor {name} is not stored as plain numbers",
+                got=str(tensor.dtype).removeprefix("torch."),
+                allowed=", ".join(DTYPE_NAMES.values()),
+            )
         return tensor
 
     def close(self) -> None:
         self._files.clear()
 
+    def _stored_dtype(self) -> str:
+        """The widest dtype among the tensors."""
+        stored = {str(self._files[file].get_slice(name).get_dtype()) for name, file in self._file_of.items()}
+        return next((name for code, name in DTYPE_NAMES.items() if code in stored), "float32")
+
 
 def _weight_files(folder: Path) -> list[str]:
-    if (folder / INDEX_NAME).is_file():
-        index = read_json_object(folder / INDEX_NAME, CheckpointError)
-        names = sorted(set(index.get("weight_map", {}).values()))
-    else:
+    """Names of the weight files. Where both forms lie, the single file counts, as in transformers."""
+    if (folder / SINGLE_NAME).is_file() or not (folder / INDEX_NAME).is_file():
         names = [SINGLE_NAME]
+    else:
+        names = _indexed_files(folder / INDEX_NAME)
     missing = [name for name in names if not (folder / name).is_file()]
-    if missing or not names:
-        raise CheckpointError(
-            "the model folder lacks weight files", got=f"missing {', '.join(missing) or INDEX_NAME + ' entries'}"
-        )
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise CheckpointError(f"{INDEX_NAME} names files outside the folder", got=", ".join(outside))
+    if missing:
+        raise CheckpointError("the model folder lacks weight files", got=f"missing {', '.join(missing)}")
     return names
+
+
+def _indexed_files(index: Path) -> list[str]:
+    weight_map = read_json_object(index, CheckpointError).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{INDEX_NAME} has no weight_map", got=type(weight_map).__name__)
+    outside = sorted({str(name) for name in weight_map.values() if not _is_plain_file_name(name)})
+    if outside:
+        raise CheckpointError(f"{INDEX_NAME} names files outside the folder", got=", ".join(outside)[:200])
+    return sorted(set(weight_map.values()))
+
+
+def _is_plain_file_name(name: object) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name and "\0" not in name
 
 
 def _open(path: Path) -> Any:

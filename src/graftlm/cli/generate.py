@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One prompt for one adapter; None is the base."""
+    """One prompt for one model. adapter: None is the base, whose name is `model` then."""
 
     prompt: str
+    model: str
     adapter: str | None
 
 
@@ -57,15 +58,14 @@ def generate(
 
     params = SamplingParams(**sampling)
     llm = AsyncLLM(model, **engine)
-    adapters = [llm.resolve_model(name) for name in use or ()] or list(llm.adapters) or [None]
-    jobs = [Job(prompt=text, adapter=adapter) for text in prompts for adapter in adapters]
+    models = use or list(llm.adapters) or [llm.model_name]
+    jobs = [Job(prompt=text, model=name, adapter=llm.resolve_model(name)) for text in prompts for name in models]
     for job, output in zip(jobs, asyncio.run(_answers(llm, jobs, params, chat=chat)), strict=True):
-        name = job.adapter or llm.model_name
         if as_json:
-            typer.echo(json.dumps(_record(name, job, output), ensure_ascii=False))
+            typer.echo(json.dumps(_record(job, output), ensure_ascii=False))
         else:
             if len(jobs) > 1:
-                _print_heading(name, job.prompt if len(prompts) > 1 else None)
+                _print_heading(job.model, job.prompt if len(prompts) > 1 else None)
             typer.echo(output.outputs[0].text)
 
 
@@ -90,10 +90,10 @@ async def _answer(llm: AsyncLLM, job: Job, params: SamplingParams, *, chat: bool
     return await llm.generate({"prompt_token_ids": list(token_ids)}, params, adapter=job.adapter)
 
 
-def _record(name: str, job: Job, output: RequestOutput) -> dict[str, Any]:
+def _record(job: Job, output: RequestOutput) -> dict[str, Any]:
     answer = output.outputs[0]
     return {
-        "model": name,
+        "model": job.model,
         "prompt": job.prompt,
         "text": answer.text,
         "token_ids": list(answer.token_ids),
@@ -101,6 +101,6 @@ def _record(name: str, job: Job, output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def _print_heading(name: str, prompt: str | None) -> None:
+def _print_heading(model: str, prompt: str | None) -> None:
     shown = "" if prompt is None else f": {prompt if len(prompt) <= 60 else prompt[:59] + '…'}"
-    typer.secho(f"== {name}{shown}".replace("\n", " "), bold=True)
+    typer.secho(f"== {model}{shown}".replace("\n", " "), bold=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +16,8 @@ from graftlm.cli.engine_options import ModelArgument, engine_options
 from graftlm.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from graftlm import AsyncLLM
 
 
@@ -47,31 +51,47 @@ def serve(
     if bool(model) == demo:
         raise ConfigurationError("serve needs one model", do="give MODEL, or --demo for the bundled one")
     if demo:
-        from graftlm.demo import demo_adapters, demo_model
+        from graftlm.demo import MODEL_NAME, demo_adapters, demo_model
 
         model = str(demo_model())
+        engine["name"] = engine["name"] or MODEL_NAME
         engine["adapters"] = {**demo_adapters(), **engine["adapters"]}
 
-    from graftlm.server.http_server import HTTPServer, bind, url_of
+    from graftlm.server.adapters import permitted_roots
+    from graftlm.server.http_server import bind
 
-    listener = bind(host, port)
+    # What is wrong with these is said now, not after the model has been loaded.
+    permitted_roots(adapter_root or (), enable_adapter_loading=enable_adapter_loading)
+    with bind(host, port) as listener:
+        from graftlm import AsyncLLM
+        from graftlm.server import create_app
 
-    from graftlm import AsyncLLM
-    from graftlm.server import create_app
+        llm = AsyncLLM(model, **engine)
+        app = create_app(llm, adapter_roots=adapter_root or (), enable_adapter_loading=enable_adapter_loading)
+        _run(app, llm, listener, drain_seconds=drain_seconds, access_log=access_log, show_request=demo)
 
-    llm = AsyncLLM(model, **engine)
-    app = create_app(llm, adapter_roots=adapter_root or (), enable_adapter_loading=enable_adapter_loading)
-    url = url_of(listener)
+
+def _run(
+    app: FastAPI,
+    llm: AsyncLLM,
+    listener: socket.socket,
+    *,
+    drain_seconds: float,
+    access_log: bool,
+    show_request: bool,
+) -> None:
+    from graftlm.server.http_server import HTTPServer, url_of
 
     def announce() -> None:
+        url = url_of(listener)
         typer.echo(f"{_names(llm)} at {url}/v1")
-        if demo:
+        if show_request:
             typer.echo(f"\nTry it:\n\n{_curl(url, next(iter(llm.adapters), llm.model_name))}\n")
 
-    server = HTTPServer(app, llm, drain_seconds=drain_seconds, access_log=access_log, on_ready=announce)
     # Uvicorn raises the signal again once it is through, for whoever ran it: nobody, and the exit code is 0.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
+    server = HTTPServer(app, llm, drain_seconds=drain_seconds, access_log=access_log, on_ready=announce)
     server.run(sockets=[listener])
 
 
@@ -84,5 +104,7 @@ def _names(llm: AsyncLLM) -> str:
 
 
 def _curl(url: str, model: str) -> str:
-    body = {"model": model, "messages": [{"role": "user", "content": "Where can I find a good breakfast?"}]}
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n  -d '{json.dumps(body)}'"
+    from graftlm.demo import PROMPT
+
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": PROMPT}]})
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n  -d {shlex.quote(body)}"

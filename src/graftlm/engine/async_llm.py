@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,18 @@ class RequestStream:
         self._deltas: asyncio.Queue[RequestOutput | GraftError] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._finished = False
+        self._ended = asyncio.Event()
 
     def put(self, item: RequestOutput | GraftError) -> None:
         """Hand over a delta, or the error that ends the stream. Called by the engine's thread."""
         try:
-            self._loop.call_soon_threadsafe(self._deltas.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._receive, item)
         except RuntimeError:
             logger.debug("request %s: its event loop is gone", self.request_id)
+
+    async def ended(self) -> None:
+        """Wait until the last delta or an error is there, read or not."""
+        await self._ended.wait()
 
     def abort(self) -> None:
         """Stop the request wherever it is; its blocks and its hold on the adapter are freed. May be called twice."""
@@ -58,6 +64,11 @@ class RequestStream:
             self.abort()
             raise
         return collector.result()
+
+    def _receive(self, item: RequestOutput | GraftError) -> None:
+        self._deltas.put_nowait(item)
+        if isinstance(item, GraftError) or item.finished:
+            self._ended.set()
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self
@@ -87,7 +98,6 @@ class AsyncLLM:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._accepting = True
         self._stop = False
-        self._idle = threading.Event()
         self._thread = threading.Thread(target=self._run, name="graft-engine", daemon=True)
         self._thread.start()
 
@@ -162,8 +172,12 @@ class AsyncLLM:
         except asyncio.CancelledError:
             making.add_done_callback(lambda made: engine.discard(made.result()) if made.exception() is None else None)
             raise
-        stream = RequestStream(job, self._abort)
-        self._commands.put(lambda: self._add(engine, job, stream))
+        if not self._accepting:
+            engine.discard(job)
+            raise _closed()
+        # Registered here and not by the engine's thread, so that a shutdown from now on knows of it.
+        self._streams[job.job_id] = stream = RequestStream(job, self._abort)
+        self._commands.put(lambda: engine.core.add(job))
         return stream
 
     async def generate(self, prompt: Prompt, params: SamplingParams, *, adapter: str | None = None) -> RequestOutput:
@@ -209,7 +223,9 @@ class AsyncLLM:
     async def shutdown(self, *, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, let running ones finish for at most `drain_seconds`, abort the rest, free everything."""
         self._accepting = False
-        await asyncio.to_thread(self._idle.wait, drain_seconds)
+        with suppress(TimeoutError):
+            running = [stream.ended() for stream in list(self._streams.values())]
+            await asyncio.wait_for(asyncio.gather(*running), drain_seconds)
         self._stop = True
         self._commands.put(lambda: None)
         await asyncio.to_thread(self._thread.join)
@@ -218,7 +234,7 @@ class AsyncLLM:
 
     def _open(self) -> Engine:
         if self._engine is None or not self._accepting:
-            raise EngineClosed("the engine is shutting down")
+            raise _closed()
         return self._engine
 
     def _abort(self, request_id: str) -> None:
@@ -228,14 +244,10 @@ class AsyncLLM:
 
         self._commands.put(abort)
 
-    def _add(self, engine: Engine, job: Job, stream: RequestStream) -> None:
-        self._streams[job.job_id] = stream
-        engine.core.add(job)
-
     def _deliver(self, delta: RequestOutput) -> None:
-        self._streams[delta.request_id].put(delta)
-        if delta.finished:
-            del self._streams[delta.request_id]
+        # Out of the books before the client hears of it.
+        stream = self._streams.pop(delta.request_id) if delta.finished else self._streams[delta.request_id]
+        stream.put(delta)
 
     def _run(self) -> None:
         """The engine's thread: take commands, step while there is work."""
@@ -250,9 +262,7 @@ class AsyncLLM:
 
     def _take_commands(self, *, wait: bool) -> None:
         if wait:
-            self._idle.set()
             self._commands.get()()
-            self._idle.clear()
         while not self._commands.empty():
             self._commands.get()()
 
@@ -268,3 +278,7 @@ class AsyncLLM:
     def _fail_all(self, engine: Engine, error: GraftError) -> None:
         for job_id in engine.core.abort_all():
             self._streams.pop(job_id).put(error)
+
+
+def _closed() -> EngineClosed:
+    return EngineClosed("the engine is shutting down")

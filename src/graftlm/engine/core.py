@@ -12,7 +12,7 @@ from graftlm.engine.answer import describe_logprobs
 from graftlm.engine.block_pool import BlockId, BlockPool
 from graftlm.engine.executor import LocalExecutor
 from graftlm.engine.job import Job, delta
-from graftlm.engine.outputs import RequestOutput, TokenLogprob
+from graftlm.engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from graftlm.engine.request import Request
 from graftlm.engine.sampler import SampledToken, row_logprobs, sample
 from graftlm.engine.scheduler import ScheduledSequence, Scheduler, SchedulerOutput
@@ -89,14 +89,19 @@ class EngineCore:
         return job_ids
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; a delta for each answer that moved."""
+        """Compute one step; a delta for each job of which an answer moved."""
         plan = self._scheduler.schedule()
         if not plan.sequences:
             return []
         logits = self._executor.execute(plan.sequences)
         tokens = self._sample(plan, logits)
-        moved = self._scheduler.update(plan, {request_id: token.token_id for request_id, token in tokens.items()})
-        return [self._answer(request, tokens.get(request.request_id)) for request in moved]
+        token_ids = {name: None if token is None else token.token_id for name, token in tokens.items()}
+        moved = self._scheduler.update(plan, token_ids)
+        answers: dict[str, list[CompletionOutput]] = {}
+        for request in moved:
+            job = self._job_of_request[request.request_id]
+            answers.setdefault(job.job_id, []).append(self._answer(job, request, tokens.get(request.request_id)))
+        return [self._report(self._jobs[job_id], deltas) for job_id, deltas in answers.items()]
 
     def logits(self, token_ids: Sequence[int], adapter: Adapter | None) -> Tensor:
         """Logits of every position of one sequence, [T, V] float32, outside any job."""
@@ -128,7 +133,7 @@ class EngineCore:
             for start in range(0, len(token_ids), self._max_num_batched_tokens)
         ]
 
-    def _sample(self, plan: SchedulerOutput, logits: Tensor) -> dict[str, SampledToken]:
+    def _sample(self, plan: SchedulerOutput, logits: Tensor) -> dict[str, SampledToken | None]:
         """A token for every sequence that caught up with itself in this step."""
         rows: list[int] = []
         requests: list[Request] = []
@@ -158,9 +163,8 @@ class EngineCore:
                 described = row_logprobs(row.log_softmax(dim=-1), prompt[position], request.params.prompt_logprobs or 0)
                 recorded.append(describe_logprobs(prompt[position], described, self._tokenizer))
 
-    def _answer(self, request: Request, token: SampledToken | None) -> RequestOutput:
+    def _answer(self, job: Job, request: Request, token: SampledToken | None) -> CompletionOutput:
         """The delta of an answer that got a token, or that ended without one (max_tokens 0)."""
-        job = self._job_of_request[request.request_id]
         answer = job.texts[request.index]
         text = "" if token is None else answer.push(token.token_id)
         if answer.matched_stop is not None:
@@ -169,12 +173,16 @@ class EngineCore:
             request.finish_reason, request.stop_reason = "stop", answer.matched_stop
         if request.finish_reason is not None:
             text += answer.flush()
-        if job.finished:
-            self._retire(job)
         logprobs = None
         if token is not None and token.logprobs is not None:
             logprobs = (describe_logprobs(token.token_id, token.logprobs, self._tokenizer),)
-        return job.output(delta(request, text, () if token is None else (token.token_id,), logprobs))
+        return delta(request, text, () if token is None else (token.token_id,), logprobs)
+
+    def _report(self, job: Job, deltas: Sequence[CompletionOutput]) -> RequestOutput:
+        """What moved of a job, all its answers together: several may end in one step, and the last ends the job."""
+        if job.finished:
+            self._retire(job)
+        return job.output(*deltas)
 
     def _retire(self, job: Job) -> None:
         del self._jobs[job.job_id]

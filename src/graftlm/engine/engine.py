@@ -17,7 +17,7 @@ from graftlm.engine.block_pool import BlockPool
 from graftlm.engine.core import EngineCore
 from graftlm.engine.executor import LocalExecutor
 from graftlm.engine.job import Job
-from graftlm.engine.memory import available_bytes, return_free_memory
+from graftlm.engine.memory import available_bytes, trim_heap
 from graftlm.engine.prompt import Prompt, PromptChecker
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.engine.scheduler import Scheduler
@@ -49,7 +49,8 @@ class Engine:
         checkpoint = open_checkpoint(config.model)
         decoder = build_decoder(checkpoint, dtype=_dtype(config.dtype, checkpoint), device=device)
         self.tokenizer = load_tokenizer(*checkpoint.tokenizer_files)
-        end_token_ids = _end_token_ids(checkpoint, self.tokenizer)
+        # An id beyond the vocabulary is never sampled, and must not reach the logits when end tokens are held off.
+        end_token_ids = _end_token_ids(checkpoint, self.tokenizer) & frozenset(range(decoder.vocab_size))
         checkpoint.close()
         num_blocks = _num_blocks(config, decoder)
         self.max_model_len = _max_model_len(config, decoder, num_blocks)
@@ -96,7 +97,7 @@ class Engine:
             ModelNotFound
         """
         self.registry.remove(name)
-        return_free_memory()
+        trim_heap()
 
     def make_job(self, prompt: Prompt, params: SamplingParams, adapter: str | None) -> Job:
         """A checked job that holds its adapter. It goes to the core, which lets go when the job ends, or to `discard`.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graftlm.adapters import Adapter
 from graftlm.engine.batch_builder import build_batch
+from graftlm.engine.block_pool import BlockId
 from graftlm.engine.scheduler import ScheduledSequence
 from graftlm.layers.kv_cache import KVCache
 from graftlm.layers.patch import LinearPatch, Slot
@@ -39,5 +40,13 @@ class LocalExecutor:
     @torch.inference_mode()
     def execute(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
         """Compute the sequences' tokens; logits of the rows that want them, [N, V] float32, in the given order."""
+        if begun := [block for sequence in sequences if (block := self._begun_block(sequence)) is not None]:
+            self._cache.clear(begun)
         batch = build_batch(sequences, self._patches, block_size=self._cache.block_size, device=self._decoder.device)
         return self._decoder(batch, self._cache)
+
+    def _begun_block(self, sequence: ScheduledSequence) -> BlockId | None:
+        """The block that this step begins and does not fill. Its other slots are attended, masked, before they are
+        written: NaN that an overflowing adapter left there would come through the mask (0 * NaN)."""
+        index, filled = divmod(sequence.stop, self._cache.block_size)
+        return sequence.block_table[index] if filled and sequence.stop - filled >= sequence.start else None

@@ -25,13 +25,16 @@ class Job:
     texts: tuple[AnswerText, ...]
     adapter: Adapter | None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_was_reported: bool = False
 
     @property
     def finished(self) -> bool:
         return all(request.finish_reason is not None for request in self.requests)
 
     def output(self, *deltas: CompletionOutput) -> RequestOutput:
-        """What moved, as callers see it."""
+        """What moved, as callers see it. The prompt's log-probabilities come once, with the first delta."""
+        prompt_logprobs = None if self.prompt_was_reported else tuple(self.prompt_logprobs) or None
+        self.prompt_was_reported = True
         return RequestOutput(
             request_id=self.job_id,
             prompt=self.prompt,
@@ -40,7 +43,7 @@ class Job:
             finished=self.finished,
             adapter=None if self.adapter is None else self.adapter.name,
             num_output_tokens=sum(len(request.output_token_ids) for request in self.requests),
-            prompt_logprobs=tuple(self.prompt_logprobs) or None,
+            prompt_logprobs=prompt_logprobs,
         )
 
 

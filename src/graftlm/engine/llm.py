@@ -74,8 +74,8 @@ class LLM:
             InvalidRequest, ContextLengthExceeded, ModelNotFound: nothing is generated then.
         """
         many = [prompts] if isinstance(prompts, str | dict) else list(prompts)
-        each_params = _one_each(params or SamplingParams(), len(many), "params")
-        each_adapter = _one_each(adapter, len(many), "adapter")
+        each_params = _one_each(params or SamplingParams(), len(many), "params", SamplingParams)
+        each_adapter = _one_each(adapter, len(many), "adapter", str | None)
         with self._running() as engine:
             jobs = []
             try:
@@ -108,6 +108,8 @@ class LLM:
         Raises:
             InvalidRequest: the model has no template, or the template refuses the messages.
         """
+        if not messages:
+            raise InvalidRequest("there are no messages", param="messages")
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         tokenizer = self._open().tokenizer
         prompts: list[Prompt] = [
@@ -158,12 +160,15 @@ class LLM:
             yield self._open()
 
 
-def _one_each(value: Any, count: int, param: str) -> list[Any]:
+def _one_each(value: Any, count: int, param: str, kind: Any) -> list[Any]:
     """`value` for each of `count` prompts, if it is not a list with one for each already."""
-    if not isinstance(value, list | tuple):
-        return [value] * count
-    if len(value) != count:
+    values = list(value) if isinstance(value, list | tuple) else [value] * count
+    if len(values) != count:
         raise InvalidRequest(
-            f"{param} is a list of another length than the prompts", param=param, got=len(value), allowed=str(count)
+            f"{param} is a list of another length than the prompts", param=param, got=len(values), allowed=str(count)
         )
-    return list(value)
+    for each in values:
+        if not isinstance(each, kind):
+            allowed = getattr(kind, "__name__", str(kind))
+            raise InvalidRequest(f"{param} has the wrong type", param=param, got=repr(each)[:100], allowed=allowed)
+    return values

@@ -19,9 +19,14 @@ def available_bytes(device: torch.device) -> int:
 
 
 def return_free_memory() -> None:
-    """Collect garbage and hand free heap pages to the system. glibc keeps freed tensors below 32 MB otherwise, and
-    memory would seem to leak over many loads and unloads."""
+    """Collect garbage and hand free heap pages to the system. Takes the interpreter for up to half a second."""
     gc.collect()
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Hand free heap pages to the system. glibc keeps freed tensors below 32 MB otherwise, and memory would seem to
+    leak over many loads and unloads."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

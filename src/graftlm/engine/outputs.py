@@ -41,7 +41,8 @@ class CompletionOutput:
 class RequestOutput:
     """Answer to one prompt. `finished` is true once every one of its `n` answers has a finish reason.
 
-    In a stream each delta carries the answers that moved (usually one). `num_output_tokens` counts all answers so far.
+    In a stream each delta carries the answers that moved (usually one), the first also the prompt's log-probabilities.
+    `num_output_tokens` counts all answers so far.
     """
 
     request_id: str
@@ -59,10 +60,12 @@ class OutputCollector:
 
     def __init__(self) -> None:
         self._last: RequestOutput | None = None
+        self._prompt_logprobs: tuple[TokenLogprob, ...] | None = None
         self._answers: dict[int, list[CompletionOutput]] = {}
 
     def add(self, delta: RequestOutput) -> None:
         self._last = delta
+        self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
         for answer in delta.outputs:
             self._answers.setdefault(answer.index, []).append(answer)
 
@@ -78,7 +81,8 @@ class OutputCollector:
         """
         if self._last is None:
             raise ValueError("no delta was added")
-        return replace(self._last, outputs=tuple(_join(self._answers[index]) for index in sorted(self._answers)))
+        outputs = tuple(_join(self._answers[index]) for index in sorted(self._answers))
+        return replace(self._last, outputs=outputs, prompt_logprobs=self._prompt_logprobs)
 
 
 def _join(deltas: list[CompletionOutput]) -> CompletionOutput:

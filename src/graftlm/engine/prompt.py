@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
 from graftlm.adapters import Adapter
@@ -49,7 +49,7 @@ class PromptChecker:
             if len(prompt) > self._max_model_len * _MAX_CHARACTERS_PER_TOKEN:
                 raise self._too_long(f"a prompt of {len(prompt)} characters")
             token_ids = tuple(self._tokenizer.encode(prompt))
-        elif isinstance(prompt, dict) and "prompt_token_ids" in prompt:
+        elif isinstance(prompt, dict) and isinstance(prompt.get("prompt_token_ids"), Iterable):
             token_ids = tuple(prompt["prompt_token_ids"])
         else:
             raise InvalidRequest(

@@ -31,8 +31,9 @@ class SampledToken:
     logprobs: RowLogprobs | None
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
-    """One token for each row.
+@torch.inference_mode()
+def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken | None]:
+    """One token for each row; None where the logits are not numbers (an adapter that overflows, say).
 
     Order: logit_bias, repetition penalty, presence and frequency penalties, min_tokens, then greedy or temperature,
     top_k, top_p, min_p. Log-probabilities are of the model's own distribution, before all of these.
@@ -41,6 +42,8 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
         logits: [N, V] float32; changed in place.
         requests: the N requests the rows belong to.
     """
+    # A hidden state with a NaN or infinity makes the whole row NaN: one column tells.
+    broken = logits[:, 0].isnan().tolist()
     reported = {
         row: torch.log_softmax(logits[row], dim=-1)
         for row, request in enumerate(requests)
@@ -49,8 +52,11 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken]:
     for row, request in enumerate(requests):
         _adjust(logits[row], request)
     best = logits.argmax(dim=-1).tolist()
-    tokens = []
+    tokens: list[SampledToken | None] = []
     for row, request in enumerate(requests):
+        if broken[row]:
+            tokens.append(None)
+            continue
         token_id = best[row] if request.params.greedy else _draw(logits[row], request)
         logprobs = None
         if request.params.logprobs is not None:
@@ -77,7 +83,8 @@ def _adjust(logits: Tensor, request: Request) -> None:
         seen = torch.tensor(sorted({*request.prompt_token_ids, *request.output_token_ids}), device=logits.device)
         values = logits[seen]
         penalty = params.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        # Finite, whatever the penalty: the difference of two infinities would be NaN for the whole row.
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty).nan_to_num_()
     if (params.presence_penalty or params.frequency_penalty) and request.output_token_ids:
         counts = Counter(request.output_token_ids)
         ids = torch.tensor(list(counts), device=logits.device)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graftlm.errors import InvalidRequest
@@ -75,10 +76,6 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 
-    @property
-    def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
     def _check_integers(self) -> None:
         largest = 2**31 - 1
         bounds: dict[str, tuple[int, int]] = {
@@ -111,13 +108,20 @@ class SamplingParams:
         }
         for name, (low, high, closed) in bounds.items():
             value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            # The bound refuses NaN, infinities, and integers that no float can hold.
+            is_number = (
+                isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+            )
             if not is_number or value < low or value > high or (value == low and not closed):
                 upper = "" if math.isinf(high) else f" and at most {high:g}"
                 allowed = f"a finite number {'at least' if closed else 'above'} {low:g}{upper}"
                 raise InvalidRequest(f"{name} is out of range", param=name, got=repr(value), allowed=allowed)
 
     def _check_logit_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequest(
+                "logit_bias is not a mapping", param="logit_bias", got=repr(self.logit_bias), allowed="token id -> bias"
+            )
         for token_id, bias in self.logit_bias.items():
             if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
                 raise InvalidRequest(
@@ -136,6 +140,11 @@ class SamplingParams:
                 )
 
     def _check_stops(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(getattr(self, name), Collection):
+                raise InvalidRequest(f"{name} is not a list", param=name, got=repr(getattr(self, name)))
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequest("ignore_eos is neither true nor false", param="ignore_eos", got=repr(self.ignore_eos))
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(
                 "too many stop strings", param="stop", got=len(self.stop), allowed=f"at most {MAX_STOP_STRINGS}"

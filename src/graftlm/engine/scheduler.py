@@ -16,6 +16,8 @@ from graftlm.engine.request import Request
 
 # A prompt whose every row needs logits goes in small chunks: 64 rows of a 256k vocabulary are 67 MB in float32.
 PROMPT_LOGITS_CHUNK = 64
+# Stop reason of a request that was given up because its logits are NaN.
+NOT_A_NUMBER = "the model's output is not a number"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +124,12 @@ class Scheduler:
         sequences.sort(key=lambda sequence: sequence.adapter_digest or "")
         return SchedulerOutput(sequences=tuple(sequences))
 
-    def update(self, output: SchedulerOutput, sampled: Mapping[str, int]) -> list[Request]:
+    def update(self, output: SchedulerOutput, sampled: Mapping[str, int | None]) -> list[Request]:
         """Record a computed step: append sampled tokens, finish what is done.
 
         Args:
-            sampled: request id -> token, for the sequences that had a token to sample.
+            sampled: request id -> token, for the sequences that had a token to sample; None ends a request whose
+                logits were not numbers.
 
         Returns: requests that got a token or finished.
         """
@@ -137,9 +140,12 @@ class Scheduler:
             token_id = sampled.get(sequence.request_id)
             if token_id is not None:
                 request.output_token_ids.append(token_id)
+            elif sequence.request_id in sampled:
+                self.finish(sequence.request_id, "abort", NOT_A_NUMBER)
             elif not self._is_prompt_only(request):
                 continue
-            self._finish_if_done(request)
+            if request.finish_reason is None:
+                self._finish_if_done(request)
             moved.append(request)
         return moved
 
@@ -168,7 +174,9 @@ class Scheduler:
         return budget
 
     def _chunk(self, request: Request, budget: int) -> int:
-        limit = PROMPT_LOGITS_CHUNK if request.wants_prompt_logits else self._prefill_chunk_tokens
+        limit = self._prefill_chunk_tokens
+        if request.wants_prompt_logits:
+            limit = min(limit, PROMPT_LOGITS_CHUNK)
         return min(request.num_pending_tokens, budget, limit)
 
     def _reserve(self, request: Request, spare: Mapping[str, int]) -> bool:

@@ -40,6 +40,12 @@ class KVCache:
         self.key: list[Tensor] = [_zeros(shape, dtype, device) for shape in shapes]
         self.value: list[Tensor] = [_zeros(shape, dtype, device) for shape in shapes]
 
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero whole blocks in every layer."""
+        ids = torch.tensor(blocks, dtype=torch.int64, device=self.key[0].device)
+        for cache in (*self.key, *self.value):
+            cache.index_fill_(0, ids, 0)
+
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros, not garbage: a masked position is multiplied by 0, and 0 * NaN would poison the row.

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from graftlm.adapters import Adapter
 from graftlm.engine.async_llm import AsyncLLM
-from graftlm.errors import AdapterError, AdapterFilesNotFound, InvalidRequest, ModelNotFound
+from graftlm.errors import AdapterError, AdapterFilesNotFound, ConfigurationError, InvalidRequest, ModelNotFound
 from graftlm.server.errors import error_reply
 from graftlm.server.schemas import LoadAdapterRequest, UnloadAdapterRequest
 
@@ -71,6 +71,25 @@ class AdapterRoots:
 def _files_beside(path: Path) -> list[Path]:
     folder = path if path.is_dir() else path.parent
     return list(folder.iterdir())
+
+
+def permitted_roots(folders: Sequence[str | Path], *, enable_adapter_loading: bool) -> AdapterRoots | None:
+    """What clients may load from; None when they may not load at all.
+
+    Raises:
+        ConfigurationError: permission without a folder, a folder without permission, or a folder that is none.
+    """
+    if enable_adapter_loading != bool(folders):
+        raise ConfigurationError(
+            "loading adapters over HTTP needs both the permission and a folder to load from",
+            got="a permission without a folder" if enable_adapter_loading else "a folder without the permission",
+            do="give --enable-adapter-loading and --adapter-root DIR, or neither",
+        )
+    paths = [Path(folder) for folder in folders]
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigurationError("an adapter root is not a folder", got=path)
+    return AdapterRoots(paths) if paths else None
 
 
 def adapter_routes(llm: AsyncLLM, roots: AdapterRoots | None) -> APIRouter:

@@ -9,8 +9,8 @@ from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
 
 from graftlm.engine.async_llm import AsyncLLM
-from graftlm.errors import ConfigurationError, EngineClosed
-from graftlm.server.adapters import AdapterRoots, adapter_routes
+from graftlm.errors import EngineClosed
+from graftlm.server.adapters import adapter_routes, permitted_roots
 from graftlm.server.body_limit import BodyLimit
 from graftlm.server.chat import chat_routes
 from graftlm.server.completions import completion_routes
@@ -37,7 +37,7 @@ def create_app(
     Raises:
         ConfigurationError: loading is on without a root, a root is given without loading, or a root is no folder.
     """
-    roots = _adapter_roots([Path(root) for root in adapter_roots], enable_adapter_loading)
+    roots = permitted_roots(adapter_roots, enable_adapter_loading=enable_adapter_loading)
     # A trailing slash is another path, not a redirect: /v1/models/ would be the model with the empty name.
     app = FastAPI(title="Graft", redirect_slashes=False)
     for router in (completion_routes(llm), chat_routes(llm), model_routes(llm), adapter_routes(llm, roots)):
@@ -52,16 +52,3 @@ def create_app(
     install_error_handlers(app)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     return app
-
-
-def _adapter_roots(folders: Sequence[Path], enable_adapter_loading: bool) -> AdapterRoots | None:
-    if enable_adapter_loading != bool(folders):
-        raise ConfigurationError(
-            "loading adapters over HTTP needs both the permission and a folder to load from",
-            got="a permission without a folder" if enable_adapter_loading else "a folder without the permission",
-            do="give --enable-adapter-loading and --adapter-root DIR, or neither",
-        )
-    for folder in folders:
-        if not folder.is_dir():
-            raise ConfigurationError("an adapter root is not a folder", got=folder)
-    return AdapterRoots(folders) if folders else None

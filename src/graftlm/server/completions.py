@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -25,7 +26,9 @@ def completion_routes(llm: AsyncLLM) -> APIRouter:
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         adapter = llm.resolve_model(body.model)
         params = body.sampling_params()
-        streams = await submit(llm, body.prompt, params, adapter=adapter)
+        # OpenAI's default is a ceiling: a prompt that leaves less of the context gets what it leaves.
+        rest = replace(params, max_tokens=None) if body.max_tokens is None else None
+        streams = await submit(llm, body.prompt, params, adapter=adapter, if_too_long=rest)
         with given_up_on_error(streams):
             # Only now are the ids known to be tokens of this model.
             echoes = [await _text(llm, prompt) if body.echo else "" for prompt in body.prompt]

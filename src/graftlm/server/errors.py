@@ -107,11 +107,16 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _reply_to_http_exception)
     app.add_exception_handler(RequestValidationError, _reply_to_validation_error)
     app.add_exception_handler(ClientGone, _reply_to_nobody)
-    app.add_exception_handler(Exception, _reply_to_error)
+    app.add_exception_handler(Exception, _reply_to_surprise)
 
 
 async def _reply_to_error(request: Request, error: Exception) -> Response:
     log_unforeseen(error)
+    return error_reply(error).response()
+
+
+async def _reply_to_surprise(request: Request, error: Exception) -> Response:
+    # Starlette raises it again behind this reply, and uvicorn logs it then.
     return error_reply(error).response()
 
 

@@ -15,25 +15,40 @@ from starlette.types import Receive, Scope, Send
 
 from graftlm.engine.async_llm import AsyncLLM, RequestStream
 from graftlm.engine.outputs import RequestOutput
+from graftlm.engine.prompt import Prompt as EnginePrompt
 from graftlm.engine.sampling_params import SamplingParams
-from graftlm.errors import EngineClosed
+from graftlm.errors import ContextLengthExceeded, EngineClosed
 from graftlm.server.errors import ClientGone, error_reply, log_unforeseen
 from graftlm.server.prompts import Prompt
 
 
 async def submit(
-    llm: AsyncLLM, prompts: Sequence[Prompt], params: SamplingParams, *, adapter: str | None
+    llm: AsyncLLM,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    adapter: str | None,
+    if_too_long: SamplingParams | None = None,
 ) -> list[RequestStream]:
     """Hand all prompts to the engine at once, so that they run in one batch; or none, when one of them is refused.
+
+    Args:
+        if_too_long: for a prompt that leaves no room for what `params` asks for.
 
     Raises:
         InvalidRequest, ModelNotFound: what the engine says of the first prompt it refuses.
     """
-    requests = [
-        llm.add_request(prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}, params, adapter=adapter)
-        for prompt in prompts
-    ]
-    results = await asyncio.gather(*requests, return_exceptions=True)
+
+    async def add(prompt: Prompt) -> RequestStream:
+        entry: EnginePrompt = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        try:
+            return await llm.add_request(entry, params, adapter=adapter)
+        except ContextLengthExceeded:
+            if if_too_long is None:
+                raise
+            return await llm.add_request(entry, if_too_long, adapter=adapter)
+
+    results = await asyncio.gather(*map(add, prompts), return_exceptions=True)
     streams = [result for result in results if isinstance(result, RequestStream)]
     refusals = [result for result in results if isinstance(result, BaseException)]
     if refusals:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from graftlm.text.tokenizer import Tokenizer
 
@@ -14,18 +15,23 @@ class IncrementalDetokenizer:
     """Text of a growing answer. The pieces joined are the text of all its ids after this prompt.
 
     A window of recent ids is decoded with and without the new ones and the difference is the new text, held back while
-    it ends in U+FFFD: the bytes of an unfinished character. Method as in text-generation-inference and vLLM.
+    it ends in U+FFFD: the bytes of an unfinished character. Ids without text (special ones, say) never enter it: after
+    one alone, a tokenizer that strips leading spaces would lose a space inside the answer. Method as in
+    text-generation-inference and vLLM.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(prompt_token_ids[-_CONTEXT_TOKENS:])
+        with_text = filter(tokenizer.is_text, reversed(prompt_token_ids))
+        self._ids = list(islice(with_text, _CONTEXT_TOKENS))[::-1]
         self._prefix_start = 0
         self._emitted_stop = len(self._ids)
         self._prefix_text = tokenizer.decode(self._ids)
 
     def push(self, token_id: int) -> str:
         """Text that became certain with this id; often one word, sometimes empty."""
+        if not self._tokenizer.is_text(token_id):
+            return ""
         self._ids.append(token_id)
         text = self._tokenizer.decode(self._ids[self._prefix_start :])
         if text.endswith("\ufffd"):

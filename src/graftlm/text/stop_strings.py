@@ -14,11 +14,14 @@ class StopStringFilter:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The part of the text so far that is now safe to show. After a match, sets `matched` and drops the rest."""
+        """The part of the text so far that is now safe to show. After a match, sets `matched` and drops the rest.
+
+        The stop that is complete first wins, of two the longer: what it would be had the text come by the character.
+        """
         buffer = self._held + text
         found = [(index, stop) for stop in self._stops if (index := buffer.find(stop)) >= 0]
         if found:
-            index, self.matched = min(found, key=lambda match: match[0])
+            index, self.matched = min(found, key=lambda match: (match[0] + len(match[1]), match[0]))
             self._held = ""
             return buffer[:index]
         hold = self._longest_stop_prefix_at_end(buffer)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from transformers import AutoTokenizer
 
 from graftlm.errors import CheckpointError, InvalidRequest
@@ -18,6 +17,12 @@ class Tokenizer:
     def __init__(self, hf_tokenizer: Any) -> None:
         self._hf = hf_tokenizer
         self._backend = hf_tokenizer.backend_tokenizer
+        # A tokenizer.json saved while training may cut or pad every text it encodes.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._special_ids = frozenset(
+            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
+        )
 
     def __len__(self) -> int:
         """Number of ids, added tokens included."""
@@ -29,18 +34,29 @@ class Tokenizer:
         return token_id
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens` as the tokenizer's own post-processor does (a BOS, say)."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`; with `add_special_tokens` as the tokenizer's own post-processor does (a BOS, say).
+
+        Raises:
+            InvalidRequest: the text holds half a surrogate pair, which no UTF-8 tokenizer can read.
+        """
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as cause:
+            raise InvalidRequest("the text is not valid Unicode", param="prompt", got=repr(text)[:100]) from cause
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids, special tokens left out."""
-        text: str = self._hf.decode(list(token_ids), skip_special_tokens=True)
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+    def is_text(self, token_id: int) -> bool:
+        """Whether the id has a part in decoded text: it is in the vocabulary and not special."""
+        return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None
 
     def token_text(self, token_id: int) -> str:
         """Text of one id alone, special tokens included; a part of a character shows as U+FFFD."""
-        text: str = self._hf.decode([token_id], skip_special_tokens=False)
+        text: str = self._backend.decode([token_id], skip_special_tokens=False)
         return text
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
@@ -57,7 +73,7 @@ class Tokenizer:
             text: str = self._hf.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as cause:
+        except Exception as cause:  # a template is foreign code: it can divide by zero, recurse without end, …
             raise InvalidRequest(
                 "the chat template refuses these messages", param="messages", got=str(cause)[:200]
             ) from cause
@@ -67,7 +83,10 @@ class Tokenizer:
         """Token ids for a conversation. The template writes its own special tokens, so none are added (one BOS, not
         two)."""
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
-        return self.encode(text, add_special_tokens=False)
+        try:
+            return self.encode(text, add_special_tokens=False)
+        except InvalidRequest as cause:
+            raise InvalidRequest(cause.what, param="messages", got=cause.got) from cause
 
 
 def load_tokenizer(folder: Path, gguf_file: str | None = None) -> Tokenizer:
@@ -79,7 +98,7 @@ def load_tokenizer(folder: Path, gguf_file: str | None = None) -> Tokenizer:
     arguments = {} if gguf_file is None else {"gguf_file": gguf_file}
     try:
         hf_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **arguments)
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as cause:
+    except Exception as cause:  # the Rust parser raises plain Exception
         raise CheckpointError("the tokenizer cannot be read", got=f"{folder.name}: {str(cause)[:200]}") from cause
     if getattr(hf_tokenizer, "backend_tokenizer", None) is None:
         raise CheckpointError("the tokenizer has no fast (tokenizer.json) form", got=type(hf_tokenizer).__name__)

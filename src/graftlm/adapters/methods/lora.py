@@ -86,7 +86,7 @@ def _fuse(parts: list[tuple[LinearSite, LoraPair, float]], device: torch.device)
         rank = pair.lora_a.shape[0]
         expands.append(
             LoraExpand(
-                matrix=(pair.lora_b.to(device, torch.float32) * scaling).t().contiguous(),
+                matrix=_scaled(pair.lora_b.to(device, torch.float32), scaling, site.path).t().contiguous(),
                 out_start=site.start,
                 out_stop=site.stop,
                 rank_start=rank_start,
@@ -96,3 +96,11 @@ def _fuse(parts: list[tuple[LinearSite, LoraPair, float]], device: torch.device)
         rank_start += rank
     stacked = torch.cat([pair.lora_a.to(device, torch.float32) for _, pair, _ in parts])
     return LinearPatch(low_rank=LoraUpdate(shrink=stacked.t(), expands=tuple(expands)))
+
+
+def _scaled(lora_b: Tensor, scaling: float, path: str) -> Tensor:
+    # A tensor, since torch refuses a Python number beyond float32.
+    scaled = lora_b * torch.tensor(scaling, dtype=torch.float32, device=lora_b.device)
+    if not torch.isfinite(scaled).all():
+        raise AdapterCorrupt(f"lora_B of {path} times its scaling overflows float32", got=f"scaling {scaling:g}")
+    return scaled

@@ -18,7 +18,7 @@ from torch.nn import functional
 @dataclass(frozen=True, kw_only=True)
 class DecodeGroup:
     """G sequences with one new token each. rows: [G] their packed rows, or None when they are all rows in order.
-    blocks: [G * N] block ids, short tables padded with block 0. visible: [G, 1, 1, N * block_size] bool."""
+    blocks: [G * N] block ids, short tables padded with their first block. visible: [G, 1, 1, N * block_size] bool."""
 
     rows: Tensor | None
     blocks: Tensor
@@ -92,7 +92,8 @@ def _decode_group(
     members: list[tuple[int, int, Sequence[int]]], num_rows: int, block_size: int, device: torch.device
 ) -> DecodeGroup:
     width = max(len(blocks) for _, _, blocks in members)
-    padded = [[*blocks, *[0] * (width - len(blocks))] for _, _, blocks in members]
+    # Padded with a block of its own: a masked value is multiplied by 0, and what others left might be NaN.
+    padded = [[*blocks, *[blocks[0]] * (width - len(blocks))] for _, _, blocks in members]
     lengths = torch.tensor([length for _, length, _ in members], device=device)
     visible = torch.arange(width * block_size, device=device)[None, :] < lengths[:, None]
     return DecodeGroup(

@@ -1,0 +1,32 @@
+"""What every test shares: one thread, quiet libraries, two tiny bases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.tiny import make_llama
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Tiny products gain nothing from a second thread, and on a busy machine its barriers cost a factor of ten.
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    # PEFT asks every model for the old name, and has advice on merging adapters of tied heads.
+    config.addinivalue_line("filterwarnings", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+    config.addinivalue_line("filterwarnings", "ignore:Model has `tie_word_embeddings=True` and:UserWarning")
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with grouped-query attention and a head of its own (TL in BEHAVIOURS.md)."""
+    return make_llama(tmp_path_factory.mktemp("bases") / "llama")
+
+
+@pytest.fixture(scope="session")
+def tied_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose head is its embedding table."""
+    return make_llama(tmp_path_factory.mktemp("bases") / "tied", tied=True)

@@ -1,0 +1,311 @@
+"""Random traffic over the scheduler and a small block pool; the model is a pure function of the tokens so far."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from graftlm import SamplingParams
+from graftlm.engine.block_pool import BlockPool
+from graftlm.engine.request import Request
+from graftlm.engine.scheduler import PROMPT_LOGITS_CHUNK, ScheduledSequence, Scheduler, SchedulerOutput
+
+VOCAB = 31
+TOKENS = st.integers(0, VOCAB - 1)
+END_TOKEN = 0
+
+
+def next_token(request: Request, outputs: list[int]) -> int:
+    """What the model says after these tokens. End tokens are held off as the sampler does for min_tokens."""
+    state = sum(map(ord, request.adapter_digest or "base"))
+    for token_id in (*request.prompt_token_ids, *outputs):
+        state = (state * 31 + token_id + 7) % 1_000_003
+    choice = state % VOCAB
+    while len(outputs) < request.params.min_tokens and choice in request.stop_token_ids:
+        choice = (choice + 1) % VOCAB
+    return choice
+
+
+@dataclass
+class Answer:
+    """What a request must come to when nothing else runs."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = "length"
+    stop_reason: int | None = None
+
+
+def solo(request: Request) -> Answer:
+    answer = Answer()
+    while len(answer.token_ids) < request.max_tokens:
+        answer.token_ids.append(token_id := next_token(request, answer.token_ids))
+        if token_id in request.stop_token_ids and len(answer.token_ids) > request.params.min_tokens:
+            answer.finish_reason = "stop"
+            answer.stop_reason = token_id if token_id in request.params.stop_token_ids else None
+            break
+    return answer
+
+
+class Traffic(RuleBasedStateMachine):
+    """Adds, aborts and steps in any order; every step is checked against a simulated cache."""
+
+    totals: ClassVar[Counter[str]] = Counter()
+
+    @initialize(
+        num_blocks=st.integers(2, 8),
+        block_size=st.integers(1, 5),
+        max_num_seqs=st.integers(1, 6) | st.just(6),
+        max_num_batched_tokens=st.integers(1, 24) | st.just(16),
+        prefill_chunk_tokens=st.none() | st.integers(1, 9),
+    )
+    def build(self, **shape: Any) -> None:
+        num_blocks = shape.pop("num_blocks")
+        self.shape = shape
+        self.pool = BlockPool(num_blocks)
+        self.scheduler = Scheduler(self.pool, **shape)
+        self.capacity = num_blocks * shape["block_size"]
+        self.requests: dict[str, Request] = {}
+        self.aborted: set[str] = set()
+        self.computed: dict[str, int] = {}
+        self.cache: dict[int, tuple[str, int]] = {}
+        self.steps_since_arrival = 0
+
+    @rule(
+        # Short prompts with long answers outgrow the pool together; long ones come in chunks.
+        prompt=st.lists(TOKENS, min_size=1, max_size=4) | st.lists(TOKENS, min_size=5, max_size=30),
+        max_tokens=st.integers(0, 2) | st.integers(10, 30),
+        min_tokens=st.integers(0, 3),
+        adapter=st.sampled_from([None, "a", "b"]),
+        stop=st.sampled_from([(), (3,), (3, 4)]),
+        ignore_eos=st.booleans(),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        min_tokens: int,
+        adapter: str | None,
+        stop: tuple[int, ...],
+        ignore_eos: bool,
+        prompt_logprobs: int | None,
+    ) -> None:
+        prompt = prompt[: self.capacity]
+        max_tokens = min(max_tokens, self.capacity - len(prompt))
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            stop_token_ids=stop,
+            prompt_logprobs=prompt_logprobs,
+        )
+        request = Request(
+            request_id=f"r{len(self.requests)}",
+            index=0,
+            prompt_token_ids=tuple(prompt),
+            params=params,
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset(stop) | (frozenset() if ignore_eos else {END_TOKEN}),
+            seed=0,
+            adapter_digest=adapter,
+        )
+        self.requests[request.request_id] = request
+        self.computed[request.request_id] = 0
+        self.scheduler.add(request)
+        self.steps_since_arrival = 0
+        self.totals["requests"] += 1
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        request = self.requests[request_id]
+        was_running = request.finish_reason is None
+        self.scheduler.finish(request_id, "abort")
+        if was_running:
+            self.aborted.add(request_id)
+            assert request.finish_reason == "abort"
+            self.totals["aborts"] += 1
+        self._check_blocks()
+
+    @rule()
+    def abort_unknown(self) -> None:
+        self.scheduler.finish("nobody", "abort")
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self._step()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        while self.scheduler.has_work:
+            self._step()
+        assert self.pool.num_free == self.pool.num_blocks
+        for request_id, request in self.requests.items():
+            if request_id in self.aborted:
+                continue
+            expected = solo(request)
+            assert request.output_token_ids == expected.token_ids
+            assert request.finish_reason == expected.finish_reason
+            assert request.stop_reason == expected.stop_reason
+
+    def _step(self) -> None:
+        had_work = self.scheduler.has_work
+        running = {request_id for request_id in self.requests if self._is_unfinished(request_id)}
+        assert had_work == bool(running)
+        output = self.scheduler.schedule()
+        self.totals["steps"] += 1
+        # Work is never left lying: whatever the pool's size, somebody moves, and nobody waits for ever.
+        assert bool(output.sequences) == had_work
+        self.steps_since_arrival += had_work
+        tokens = sum(request.num_tokens + request.max_tokens for request in self.requests.values())
+        assert self.steps_since_arrival <= (tokens + 1) * (len(self.requests) + 1)
+        self._check_step(output)
+        self._check_blocks()
+        sampled = {}
+        for sequence in output.sequences:
+            request = self.requests[sequence.request_id]
+            self._compute(request, sequence)
+            if sequence.stop == request.num_tokens and request.max_tokens > 0:
+                sampled[request.request_id] = next_token(request, request.output_token_ids)
+        moved = {request.request_id for request in self.scheduler.update(output, sampled)}
+        assert moved >= sampled.keys()
+        assert {request_id for request_id in running if not self._is_unfinished(request_id)} <= moved
+        self._check_blocks()
+
+    def _is_unfinished(self, request_id: str) -> bool:
+        return self.requests[request_id].finish_reason is None
+
+    def _check_step(self, output: SchedulerOutput) -> None:
+        sequences = output.sequences
+        assert sum(len(sequence.token_ids) for sequence in sequences) <= self.shape["max_num_batched_tokens"]
+        assert len(sequences) <= self.shape["max_num_seqs"]
+        assert len({sequence.request_id for sequence in sequences}) == len(sequences)
+        adapters = [digest for digest, _ in itertools.groupby(sequence.adapter_digest for sequence in sequences)]
+        assert len(adapters) == len(set(adapters))
+        assert None not in adapters[1:]
+
+    def _check_blocks(self) -> None:
+        taken = [block for request in self.requests.values() for block in request.block_table]
+        assert len(taken) == len(set(taken))
+        assert len(taken) + self.pool.num_free == self.pool.num_blocks
+        assert all(not request.block_table for request in self.requests.values() if request.finish_reason is not None)
+
+    def _compute(self, request: Request, sequence: ScheduledSequence) -> None:
+        """Write the step's tokens to the simulated cache; everything before them must still be there."""
+        known = (*request.prompt_token_ids, *request.output_token_ids)
+        if sequence.start == 0 and self.computed[request.request_id] > 0:
+            self.totals["preemptions"] += 1
+            self.computed[request.request_id] = 0
+        assert sequence.start == self.computed[request.request_id]
+        assert sequence.token_ids == known[sequence.start : sequence.stop]
+        assert len(sequence.token_ids) > 0
+        assert len(sequence.token_ids) <= (self.shape["prefill_chunk_tokens"] or len(known))
+        assert sequence.adapter_digest == request.adapter_digest
+        wants_all = request.params.prompt_logprobs is not None and sequence.start < len(request.prompt_token_ids)
+        assert sequence.num_logits == (len(sequence.token_ids) if wants_all else int(sequence.stop == len(known)))
+        assert not wants_all or sequence.num_logits <= PROMPT_LOGITS_CHUNK
+        slots = [
+            sequence.block_table[position // self.shape["block_size"]] * self.shape["block_size"]
+            + position % self.shape["block_size"]
+            for position in range(sequence.stop)
+        ]
+        for position in range(sequence.start, sequence.stop):
+            self.cache[slots[position]] = (request.request_id, position)
+        for position, slot in enumerate(slots):
+            assert self.cache[slot] == (request.request_id, position)
+        self.computed[request.request_id] = sequence.stop
+
+
+def test_any_traffic_gives_every_request_its_solo_tokens_and_every_block_back() -> None:
+    Traffic.totals.clear()
+    run_state_machine_as_test(
+        Traffic,
+        settings=settings(
+            max_examples=400,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert Traffic.totals["steps"] >= 10_000
+    # The run means nothing unless memory was short and clients left.
+    assert Traffic.totals["preemptions"] >= 200
+    assert Traffic.totals["aborts"] >= 300
+
+
+def test_requests_start_in_the_order_they_came() -> None:
+    scheduler = Scheduler(BlockPool(8), block_size=2, max_num_seqs=2, max_num_batched_tokens=4)
+    for name in ("first", "second", "third"):
+        scheduler.add(make_request(name, prompt_len=4, max_tokens=1))
+    order = []
+    while scheduler.has_work:
+        output = scheduler.schedule()
+        order.extend(sequence.request_id for sequence in output.sequences if sequence.start == 0)
+        done = {
+            sequence.request_id: 1
+            for sequence in output.sequences
+            if sequence.stop == scheduler.get(sequence.request_id).num_tokens
+        }
+        scheduler.update(output, done)
+    assert order == ["first", "second", "third"]
+
+
+def test_the_youngest_request_gives_way_and_resumes_before_newer_ones() -> None:
+    scheduler = Scheduler(BlockPool(4), block_size=1, max_num_seqs=4, max_num_batched_tokens=16)
+    requests = {name: make_request(name, prompt_len=2, max_tokens=2) for name in ("old", "young")}
+    for request in requests.values():
+        scheduler.add(request)
+    first = scheduler.schedule()
+    assert [sequence.request_id for sequence in first.sequences] == ["old", "young"]
+    scheduler.update(first, {"old": 1, "young": 1})
+    scheduler.add(make_request("newest", prompt_len=1, max_tokens=1))
+    second = scheduler.schedule()
+    assert [sequence.request_id for sequence in second.sequences] == ["old"]
+    assert scheduler.num_running == 1
+    assert scheduler.num_waiting == 2
+    assert requests["young"].block_table == []
+    scheduler.update(second, {"old": 1})
+    third = scheduler.schedule()
+    assert [(sequence.request_id, sequence.start) for sequence in third.sequences] == [("young", 0), ("newest", 0)]
+    assert third.sequences[0].token_ids == (1, 1, 1)
+
+
+def test_r093_a_long_prompt_leaves_a_place_in_every_step_to_those_that_decode() -> None:
+    scheduler = Scheduler(BlockPool(200), block_size=4, max_num_seqs=4, max_num_batched_tokens=8)
+    scheduler.add(make_request("stream", prompt_len=2, max_tokens=100))
+    output = scheduler.schedule()
+    scheduler.update(output, {"stream": 1})
+    scheduler.add(make_request("long", prompt_len=300, max_tokens=1))
+    steps = 0
+    while scheduler.num_waiting or scheduler.get("long").num_computed_tokens < 299:
+        output = scheduler.schedule()
+        assert output.sequences[0].request_id == "stream"
+        assert len(output.sequences[1].token_ids) == min(7, 300 - output.sequences[1].start)
+        finished = {"stream": 1} | ({"long": 1} if output.sequences[1].stop == 300 else {})
+        scheduler.update(output, finished)
+        steps += 1
+        if "long" in finished:
+            break
+    assert steps == 43
+
+
+def make_request(name: str, *, prompt_len: int, max_tokens: int) -> Request:
+    return Request(
+        request_id=name,
+        index=0,
+        prompt_token_ids=(1,) * prompt_len,
+        params=SamplingParams(max_tokens=max_tokens),
+        max_tokens=max_tokens,
+        stop_token_ids=frozenset(),
+        seed=0,
+    )

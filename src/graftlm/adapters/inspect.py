@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graftlm.adapters.config import LoraConfig, parse_lora_config
 from graftlm.adapters.files import read_adapter_files
-from graftlm.adapters.tensor_names import PEFT_PREFIX
+from graftlm.adapters.module_tensors import PEFT_PREFIX
 from graftlm.errors import AdapterError
 
 # Everything PEFT appends to a module's path, from the first such component on.

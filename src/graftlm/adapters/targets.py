@@ -12,23 +12,35 @@ from graftlm.models.site import SiteMap
 
 
 def select_targets(config: LoraConfig, sites: SiteMap) -> frozenset[str]:
-    """Paths of the linear modules the config targets.
+    """Paths of the linear and embedding modules the config targets with a low-rank update.
 
     Raises:
-        AdapterUnsupported: it also targets a module Graft has no adapter for (an embedding, a norm).
+        AdapterUnsupported: it also targets a norm, as PEFT refuses to.
     """
     selected = frozenset(path for path in sites.module_paths if _is_target(config, path, sites))
-    unsupported = sorted(selected - sites.linears.keys())
+    unsupported = sorted(selected & sites.norms.keys())
     if unsupported:
         raise AdapterUnsupported(
-            f"target_modules names modules that are not linear layers: {', '.join(unsupported[:5])}",
-            do="train without them; adapters on embeddings and norms are not supported",
+            f"target_modules names modules that are neither linear nor an embedding: {', '.join(unsupported[:5])}"
         )
     return selected
 
 
+def is_saved(config: LoraConfig, path: str) -> bool:
+    """Whether `modules_to_save` covers a module, itself or through a module that holds it.
+
+    PEFT compares with a bare `endswith`, not at a dot: "norm" means every module whose name ends in norm.
+    Source: peft/utils/other.py, _set_trainable.
+    """
+    parts = path.split(".")
+    holders = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return any(holder.endswith(name) for name in config.modules_to_save for holder in holders)
+
+
 def _is_target(config: LoraConfig, path: str, sites: SiteMap) -> bool:
     targets = config.target_modules
+    if any(path == name or f".{path}.".find(f".{name}.") >= 0 for name in config.modules_to_save):
+        return False
     if config.exclude_modules is not None and _names(config.exclude_modules, path):
         return False
     if targets is None:

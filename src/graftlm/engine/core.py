@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from graftlm.adapters import Adapter, AdapterRegistry
+from graftlm.adapters import Adapter, AdapterRegistry, active_from
 from graftlm.engine.answer import describe_logprobs
 from graftlm.engine.block_pool import BlockId, BlockPool
 from graftlm.engine.executor import LocalExecutor
@@ -127,6 +127,7 @@ class EngineCore:
                 adapter_digest=None if adapter is None else adapter.digest,
                 token_ids=(chunk := tuple(token_ids[start : start + self._max_num_batched_tokens])),
                 start=start,
+                active_from=active_from(token_ids, adapter),
                 block_table=tuple(blocks),
                 num_logits=len(chunk),
             )

@@ -23,6 +23,7 @@ from graftlm.engine.sampling_params import SamplingParams
 from graftlm.engine.scheduler import Scheduler
 from graftlm.errors import CheckpointError, ConfigurationError
 from graftlm.layers.kv_cache import KVCache, kv_bytes_per_token
+from graftlm.models.base_weights import DecoderWeights
 from graftlm.models.build import build_decoder
 from graftlm.models.decoder import Decoder
 from graftlm.text import Tokenizer, load_tokenizer
@@ -56,8 +57,7 @@ class Engine:
         self.max_model_len = _max_model_len(config, decoder, num_blocks)
         self.registry = AdapterRegistry(base_name=self.model_name, max_bytes=config.adapter_memory_bytes)
         self.vocab_size = decoder.vocab_size
-        self._sites = decoder.sites
-        self._device = device
+        self._base = DecoderWeights(decoder)
         self.core = _core(config, decoder, num_blocks, self.registry, self.tokenizer)
         self._checker = PromptChecker(
             self.tokenizer,
@@ -82,8 +82,7 @@ class Engine:
         adapter = load_adapter(
             name,
             source,
-            self._sites,
-            device=self._device,
+            self._base,
             max_bytes=self.registry.free_bytes,
             allow_pickle=self.config.allow_pickle,
         )
@@ -124,10 +123,9 @@ class Engine:
         Raises:
             InvalidRequest, ContextLengthExceeded, ModelNotFound
         """
-        token_ids = self._checker.token_ids(prompt)
         held = None if adapter is None else self.registry.acquire(adapter)
         try:
-            return self.core.logits(token_ids, held)
+            return self.core.logits(self._checker.token_ids(prompt, held), held)
         finally:
             if held is not None:
                 self.registry.release(held)

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
-from graftlm.adapters import Adapter
+from graftlm.adapters import Adapter, active_from
 from graftlm.engine.answer import AnswerText
 from graftlm.engine.job import Job
 from graftlm.engine.request import Request
@@ -39,8 +39,8 @@ class PromptChecker:
         self._max_model_len = max_model_len
         self._end_token_ids = end_token_ids
 
-    def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """The prompt's ids, checked: at least one, all in the vocabulary, fewer than the context holds.
+    def token_ids(self, prompt: Prompt, adapter: Adapter | None) -> tuple[int, ...]:
+        """The prompt's ids, checked: at least one, all in the adapter's vocabulary, no more than the context holds.
 
         Raises:
             InvalidRequest, ContextLengthExceeded
@@ -62,8 +62,9 @@ class PromptChecker:
             raise InvalidRequest("the prompt is empty", param="prompt", do="send at least one token")
         if len(token_ids) > self._max_model_len:
             raise self._too_long(f"a prompt of {len(token_ids)} tokens")
+        vocab_size = self._vocab_size_of(adapter)
         for token_id in token_ids:
-            self._check_token_id(token_id, "prompt")
+            self._check_token_id(token_id, "prompt", vocab_size)
         return token_ids
 
     def job(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None) -> Job:
@@ -72,14 +73,16 @@ class PromptChecker:
         Raises:
             InvalidRequest, ContextLengthExceeded
         """
-        token_ids = self.token_ids(prompt)
+        token_ids = self.token_ids(prompt, adapter)
+        vocab_size = self._vocab_size_of(adapter)
         for field in ("logit_bias", "stop_token_ids"):
             for token_id in getattr(params, field):
-                self._check_token_id(token_id, field)
+                self._check_token_id(token_id, field, vocab_size)
         max_tokens = self._max_tokens(len(token_ids), params)
         job_id = uuid.uuid4().hex
         seed = secrets.randbits(64) if params.seed is None else params.seed
         stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_token_ids)
+        start = active_from(token_ids, adapter)
         requests = tuple(
             Request(
                 request_id=f"{job_id}-{index}",
@@ -90,6 +93,7 @@ class PromptChecker:
                 stop_token_ids=stop_token_ids,
                 seed=seed,
                 adapter_digest=None if adapter is None else adapter.digest,
+                active_from=start,
             )
             for index in range(params.n)
         )
@@ -110,14 +114,17 @@ class PromptChecker:
             raise self._too_long(f"{prompt_len} prompt tokens and {max(wanted, 1)} to generate")
         return wanted
 
-    def _check_token_id(self, token_id: object, param: str) -> None:
-        valid = isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < self._vocab_size
+    def _vocab_size_of(self, adapter: Adapter | None) -> int:
+        return self._vocab_size if adapter is None or adapter.vocab_size is None else adapter.vocab_size
+
+    def _check_token_id(self, token_id: object, param: str, vocab_size: int) -> None:
+        valid = isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < vocab_size
         if not valid:
             raise InvalidRequest(
                 f"{param} holds something that is not a token id of this model",
                 param=param,
                 got=repr(token_id),
-                allowed=f"integers from 0 to {self._vocab_size - 1}",
+                allowed=f"integers from 0 to {vocab_size - 1}",
             )
 
     def _too_long(self, got: str) -> ContextLengthExceeded:

@@ -16,6 +16,7 @@ class Request:
     request_id: unique among answers; a prompt with n answers is n requests.
     index: which of the n answers this is.
     adapter_digest: which adapter computes it; None is the base.
+    active_from: position from which the adapter is active: 0 but for an activated LoRA.
     stop_token_ids: ids that end it, the model's own end tokens included.
     max_tokens: most tokens to generate, resolved against the context.
     num_computed_tokens: how many of its tokens have keys and values in `block_table`.
@@ -30,6 +31,7 @@ class Request:
     stop_token_ids: frozenset[int]
     seed: int
     adapter_digest: str | None = None
+    active_from: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     block_table: list[BlockId] = field(default_factory=list)

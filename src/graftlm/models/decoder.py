@@ -67,7 +67,8 @@ class Decoder:
         self.device = device
 
     def __call__(self, batch: RaggedBatch, cache: KVCache) -> Tensor:
-        """Logits of the rows that want them, [N, V] float32 (V: the largest vocabulary among them); keys and values of all rows go into the cache."""
+        """Logits of the rows that want them, [N, V] float32, V the largest vocabulary among them. Keys and values of
+        all rows go into the cache."""
         hidden = self.embedding(batch.token_ids, batch.segments)
         angles = self._rotary.angles(batch.positions, hidden.dtype)
         for layer, key_cache, value_cache in zip(self.layers, cache.key, cache.value, strict=True):

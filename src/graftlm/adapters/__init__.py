@@ -4,5 +4,6 @@ from graftlm.adapters.activation import active_from
 from graftlm.adapters.adapter import Adapter, BoundModule
 from graftlm.adapters.load import load_adapter
 from graftlm.adapters.registry import AdapterRegistry
+from graftlm.adapters.weighted import AdapterChoice, choice_name
 
-__all__ = ["Adapter", "AdapterRegistry", "BoundModule", "active_from", "load_adapter"]
+__all__ = ["Adapter", "AdapterChoice", "AdapterRegistry", "BoundModule", "active_from", "choice_name", "load_adapter"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from graftlm.adapters.text import AdapterText
 from graftlm.layers.patch import ModelPatch
 
 
@@ -33,6 +34,9 @@ class Adapter:
         the same object.
     invocation_token_ids: aLoRA's; the adapter is active from the start of their last occurrence in a prompt.
     vocab_size: tokens it knows; None for as many as the base.
+    virtual_token_ids: ids beyond every vocabulary that stand before its prompts (prompt tuning).
+    parts: the adapters it is a weighted sum of; empty for one that was loaded.
+    text: its own tokenizer, chat template and end tokens, if it has any.
     created: unix seconds of loading.
     """
 
@@ -47,6 +51,9 @@ class Adapter:
     created: int
     invocation_token_ids: tuple[int, ...] = ()
     vocab_size: int | None = None
+    parts: tuple[Adapter, ...] = ()
+    text: AdapterText = field(default_factory=AdapterText)
+    virtual_token_ids: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:

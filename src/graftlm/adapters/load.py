@@ -12,18 +12,28 @@ from torch import Tensor
 
 from graftlm.adapters.adapter import Adapter
 from graftlm.adapters.files import read_adapter_files
-from graftlm.adapters.methods import METHODS
+from graftlm.adapters.methods import find_method
 from graftlm.adapters.module_tensors import ModuleTensors
+from graftlm.adapters.text import AdapterText, AdapterTexts
 from graftlm.errors import AdapterCorrupt, AdapterUnsupported
 from graftlm.models.base_weights import BaseWeights
 
 logger = logging.getLogger(__name__)
 
 ADAPTER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Of tensors that say which (VB-LoRA's vectors, SHiRA's elements).
+INDEX_DTYPES = (torch.uint8, torch.int16, torch.int32, torch.int64)
+INDEX_SUFFIX = "_indices"
 
 
 def load_adapter(
-    name: str, source: str | Path, base: BaseWeights, *, max_bytes: int, allow_pickle: bool = False
+    name: str,
+    source: str | Path,
+    base: BaseWeights,
+    *,
+    max_bytes: int,
+    allow_pickle: bool = False,
+    texts: AdapterTexts | None = None,
 ) -> Adapter:
     """Read an adapter, check all of it against a base, and compile it.
 
@@ -33,20 +43,17 @@ def load_adapter(
     Args:
         source: folder, weights file or hub id.
         max_bytes: larger weight files are refused unread.
+        texts: reads the adapter's own tokenizer; without it the base's serves.
 
     Raises:
         AdapterError: a subclass that says which file, field or tensor is at fault.
     """
     files = read_adapter_files(source, max_bytes=max_bytes, allow_pickle=allow_pickle)
-    peft_type = files.config.get("peft_type")
-    if peft_type not in METHODS:
-        raise AdapterUnsupported(
-            "this peft_type is not supported", got=repr(peft_type)[:200], allowed=", ".join(sorted(METHODS))
-        )
+    compile_method = find_method(files.config.get("peft_type"))
     _check_values(files.tensors)
     tensors = ModuleTensors(files.tensors, base.sites.module_paths)
     with torch.inference_mode():
-        compiled = METHODS[peft_type](files.config, tensors, base)
+        compiled = compile_method(files.config, tensors, base)
         tensors.check_all_taken()
         patch = compiled.builder.build()
         dormant = patch if compiled.dormant is None else compiled.dormant.build()
@@ -54,8 +61,6 @@ def load_adapter(
     if not modules:
         raise AdapterCorrupt("the adapter changes nothing in this base")
     logger.info("adapter %s: bound %d of %d tensors", name, tensors.total, tensors.total)
-    if files.text_files:
-        logger.warning("adapter %s: %s not used; the base's tokenizer serves it", name, ", ".join(files.text_files))
     return Adapter(
         name=name,
         digest=files.digest,
@@ -68,11 +73,15 @@ def load_adapter(
         created=int(time.time()),
         invocation_token_ids=compiled.invocation_token_ids,
         vocab_size=compiled.vocab_size,
+        virtual_token_ids=compiled.virtual_token_ids,
+        text=AdapterText() if texts is None else texts.read(files.folder),
     )
 
 
 def _check_values(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in sorted(tensors.items()):
+        if name.endswith(INDEX_SUFFIX) and tensor.dtype in INDEX_DTYPES:
+            continue
         if tensor.dtype not in ADAPTER_DTYPES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in ADAPTER_DTYPES)
             raise AdapterUnsupported(f"tensor {name} has an unsupported dtype", got=str(tensor.dtype), allowed=allowed)

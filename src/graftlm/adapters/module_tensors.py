@@ -20,7 +20,11 @@ WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoin
 WHOLE_MODEL = ""
 # The adapter's own name, which raw state dicts carry: lora_A.default.weight, modules_to_save.default.weight.
 _NAMED = (
-    (re.compile(r"(lora_[AB]|lora_embedding_[AB]|vera_lambda_[bd]|oft_R|boft_[Rs])\.[^.]+\.(weight|bias)"), r"\1.\2"),
+    (
+        re.compile(r"(lora_[AB]|lora_embedding_[AB]|vera_lambda_[bd]|oft_R|ln_tuning_layers)\.[^.]+\.(weight|bias)"),
+        r"\1.\2",
+    ),
+    (re.compile(r"(ia3_l|boft_[Rs]|hra_u|road_(?:theta|alpha)|trainable_tokens_delta)\.[^.]+"), r"\1"),
     (re.compile(r"(lora_embedding_[AB]|lora_magnitude_vector)\.(?!weight$)[^.]+(\.weight)?"), r"\1"),
     (re.compile(r"(modules_to_save)\.(?!weight$|bias$)[^.]+\.(weight|bias)"), r"\1.\2"),
     (re.compile(r"lora_magnitude_vector\.weight"), "lora_magnitude_vector"),
@@ -129,3 +133,15 @@ def _split(path: str, module_paths: Collection[str]) -> tuple[str, str] | None:
         if module in module_paths:
             return module, ".".join(segments[length:])
     return None
+
+
+def check_shape(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless a tensor fits this base.
+
+    Raises:
+        AdapterIncompatible
+    """
+    if tuple(tensor.shape) != shape:
+        raise AdapterIncompatible(
+            f"{what} has another shape in this base", got=list(tensor.shape), allowed=str(list(shape))
+        )

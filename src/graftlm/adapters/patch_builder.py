@@ -7,7 +7,7 @@ how vocabularies of different size meet is decided here, once.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from graftlm.layers.patch import (
     Slot,
 )
 from graftlm.models.base_weights import BaseWeights
-from graftlm.models.site import HEAD_SLOT, LinearSite
+from graftlm.models.site import LinearSite
 from graftlm.quantization import DenseWeight
 
 
@@ -132,24 +132,9 @@ class PatchBuilder:
     def _head(self, changes: _LinearChanges) -> HeadPatch:
         """The head may have more or fewer rows than the base's."""
         site = self._base.sites.linears[self._base.sites.head_path]
-        base_size = site.out_features
-        size = base_size if changes.weight is None else len(changes.weight)
-        if size == base_size:
-            return HeadPatch(linear=self._fuse([(site, changes)]), rows=changes.rows)
-        assert changes.weight is not None
-        shared = min(size, base_size)
-        extra = None
-        if size > base_size:
-            extra = changes.weight[base_size:].float()
-            for lora_a, lora_b in changes.pairs:
-                extra = extra + lora_b[base_size:] @ lora_a
-            extra = self._cast(extra)
-        common = _LinearChanges(
-            weight=changes.weight[:shared],
-            pairs=[(lora_a, lora_b[:shared]) for lora_a, lora_b in changes.pairs],
-        )
-        part = LinearSite(path=site.path, slot=HEAD_SLOT, start=0, stop=shared, in_features=site.in_features)
-        return HeadPatch(linear=self._fuse([(part, common)]), vocab_size=size, extra=extra, rows=changes.rows)
+        size = site.out_features if changes.weight is None else len(changes.weight)
+        linear = self._fuse([(replace(site, stop=size), changes)])
+        return HeadPatch(linear=linear, vocab_size=None if size == site.out_features else size, rows=changes.rows)
 
     def _fuse(self, parts: list[tuple[LinearSite, _LinearChanges]]) -> LinearPatch:
         """One patch for a layer that may hold several modules' rows."""

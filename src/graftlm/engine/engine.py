@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graftlm.adapters import Adapter, AdapterRegistry, load_adapter
+from graftlm.adapters.text import AdapterTexts
 from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
 from graftlm.engine.block_pool import BlockPool
@@ -50,15 +51,16 @@ class Engine:
         checkpoint = open_checkpoint(config.model)
         decoder = build_decoder(checkpoint, dtype=_dtype(config.dtype, checkpoint), device=device)
         self.tokenizer = load_tokenizer(*checkpoint.tokenizer_files)
-        # An id beyond the vocabulary is never sampled, and must not reach the logits when end tokens are held off.
-        end_token_ids = _end_token_ids(checkpoint, self.tokenizer) & frozenset(range(decoder.vocab_size))
+        end_token_ids = _end_token_ids(checkpoint, self.tokenizer)
         checkpoint.close()
         num_blocks = _num_blocks(config, decoder)
         self.max_model_len = _max_model_len(config, decoder, num_blocks)
         self.registry = AdapterRegistry(base_name=self.model_name, max_bytes=config.adapter_memory_bytes)
         self.vocab_size = decoder.vocab_size
         self._base = DecoderWeights(decoder)
-        self.core = _core(config, decoder, num_blocks, self.registry, self.tokenizer)
+        folder, gguf_file = checkpoint.tokenizer_files
+        self._texts = AdapterTexts(self.tokenizer, folder if gguf_file is None else None)
+        self.core = _core(config, decoder, num_blocks, self.registry)
         self._checker = PromptChecker(
             self.tokenizer,
             vocab_size=decoder.vocab_size,
@@ -85,9 +87,19 @@ class Engine:
             self._base,
             max_bytes=self.registry.free_bytes,
             allow_pickle=self.config.allow_pickle,
+            texts=self._texts,
         )
         self.registry.add(adapter)
         return adapter
+
+    def tokenizer_of(self, adapter: str | None) -> Tokenizer:
+        """The tokenizer that serves an adapter, or the base.
+
+        Raises:
+            ModelNotFound
+        """
+        own = None if adapter is None else self.registry.get(adapter).text.tokenizer
+        return self.tokenizer if own is None else own
 
     def unload_adapter(self, name: str) -> None:
         """Take an adapter's name away. Running jobs finish with it; its memory returns with the last of them.
@@ -131,9 +143,7 @@ class Engine:
                 self.registry.release(held)
 
 
-def _core(
-    config: EngineConfig, decoder: Decoder, num_blocks: int, registry: AdapterRegistry, tokenizer: Tokenizer
-) -> EngineCore:
+def _core(config: EngineConfig, decoder: Decoder, num_blocks: int, registry: AdapterRegistry) -> EngineCore:
     pool = BlockPool(num_blocks)
     cache = KVCache(
         decoder.kv_shapes,
@@ -154,7 +164,6 @@ def _core(
         executor=LocalExecutor(decoder, cache),
         pool=pool,
         registry=registry,
-        tokenizer=tokenizer,
         block_size=config.block_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )

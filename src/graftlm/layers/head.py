@@ -23,14 +23,14 @@ class OutputHead:
         its own vocabulary are -inf."""
         patched = [(segment, patch) for segment in segments if (patch := segment.patch.head) is not None]
         logits = self.weight.matmul(hidden)
-        apply_patches(logits, hidden, ((segment.start, segment.stop, patch.linear) for segment, patch in patched))
-        logits = logits.float()
         resized = [patch.vocab_size for _, patch in patched if patch.vocab_size is not None]
         if resized:
             logits = _widen(logits, max(resized))
+        apply_patches(logits, hidden, ((segment.start, segment.stop, patch.linear) for segment, patch in patched))
+        logits = logits.float()
         for segment, patch in patched:
             span = slice(segment.start, segment.stop)
-            _own_vocabulary(logits[span], hidden[span], patch, self.weight.shape[0])
+            _own_vocabulary(logits[span], hidden[span], patch)
         return logits
 
 
@@ -42,9 +42,7 @@ def _widen(logits: Tensor, width: int) -> Tensor:
     return wider
 
 
-def _own_vocabulary(logits: Tensor, hidden: Tensor, patch: HeadPatch, base_size: int) -> None:
-    if patch.extra is not None:
-        logits[:, base_size : base_size + len(patch.extra)] = hidden @ patch.extra.t()
+def _own_vocabulary(logits: Tensor, hidden: Tensor, patch: HeadPatch) -> None:
     if patch.vocab_size is not None:
         logits[:, patch.vocab_size :] = -torch.inf
     if patch.rows is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from graftlm.kernels import ops
-from graftlm.layers.patch import LinearPatch, Segment, Slot
+from graftlm.layers.patch import LinearPatch, PartOverride, Segment, Slot
 from graftlm.quantization import Weight
 
 
@@ -43,17 +43,27 @@ def apply_patches(out: Tensor, x: Tensor, patched: Iterable[tuple[int, int, Line
     """
     updates = []
     for start, stop, patch in patched:
-        if patch.overrides or patch.outputs:
-            _override(out[start:stop], x[start:stop], patch)
-        if patch.low_rank is not None:
+        _override(out[start:stop], x[start:stop], patch.overrides)
+        if patch.outputs:
+            _transform(out[start:stop], x[start:stop], patch)
+        elif patch.low_rank is not None:
             updates.append(ops.LoraSegment(start, stop, patch.low_rank))
     if updates:
         ops.lora(out, x, updates)
 
 
-def _override(out: Tensor, x: Tensor, patch: LinearPatch) -> None:
-    for override in patch.overrides:
+def _override(out: Tensor, x: Tensor, overrides: Iterable[PartOverride]) -> None:
+    for override in overrides:
         inputs = x if override.transform is None else override.transform(x)
         out[:, override.out_start : override.out_stop] = override.weight.matmul(inputs, override.bias)
+
+
+def _transform(out: Tensor, x: Tensor, patch: LinearPatch) -> None:
+    """Output transforms, then the update, in float32 and rounded once: what PEFT does for a single adapter."""
+    exact = out.float()
     for part in patch.outputs:
-        part.transform.apply(out[:, part.out_start : part.out_stop])
+        part.transform.apply(exact[:, part.out_start : part.out_stop])
+    if patch.low_rank is not None:
+        ops.lora(exact, x, [ops.LoraSegment(0, len(exact), patch.low_rank)])
+    if exact is not out:
+        out.copy_(exact)

@@ -123,19 +123,19 @@ class EmbeddingPatch:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadPatch:
-    """The output head: a linear patch over the base's vocabulary, and where the adapter's vocabulary differs.
+    """The output head: a linear patch over the adapter's vocabulary, then replaced rows.
 
-    vocab_size: rows the adapter's head has; logits beyond are -inf. extra: [vocab_size - V, E], rows beyond the base's.
+    vocab_size: rows the adapter's head has when they are not the base's number; the patch then computes all of them,
+    and logits beyond are -inf.
     """
 
     linear: LinearPatch = field(default_factory=LinearPatch)
     vocab_size: int | None = None
-    extra: Tensor | None = None
     rows: ReplacedRows | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self.linear.num_bytes + _bytes(self.extra) + (0 if self.rows is None else self.rows.num_bytes)
+        return self.linear.num_bytes + (0 if self.rows is None else self.rows.num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,9 +30,10 @@ class Affine:
 
 @dataclass(frozen=True, kw_only=True)
 class PairRotation:
-    """out * straight + partner * crossed, where the partner of a column is its neighbour at half the group's distance.
+    """Columns i and j, half a group apart: out[i] * straight[i] - out[j] * crossed[i] in place of out[i], and
+    out[j] * straight[j] + out[i] * crossed[j] in place of out[j].
 
-    straight, crossed: [n] float32. group_size: columns [g * group_size, (g + 1) * group_size) pair up their halves.
+    straight, crossed: [n] float32. group_size: even; divides n into the groups.
     Source: RoAd, arXiv 2409.00119; peft/tuners/road/layer.py.
     """
 
@@ -46,7 +47,8 @@ class PairRotation:
 
     def apply(self, out: Tensor) -> None:
         values = out.float()
-        pairs = values.reshape(values.shape[0], -1, 2, self.group_size // 2)
+        num_rows, num_columns = values.shape
+        pairs = values.reshape(num_rows, num_columns // self.group_size, 2, self.group_size // 2)
         partner = torch.stack((-pairs[:, :, 1], pairs[:, :, 0]), dim=2).reshape(values.shape)
         out.copy_(values * self.straight + partner * self.crossed)
 
@@ -67,32 +69,42 @@ class InputScale:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRotation:
-    """Each group of b inputs times its own matrix: x[g] @ blocks[g]. blocks: [in / b, b, b] float32.
+    """Each group of b inputs times its own matrix: x[g] @ blocks[g].
 
-    Source: OFT, arXiv 2306.07280.
+    blocks: [in / b, b, b] float32, or [1, b, b] when all groups share one. order: [in] int64; the groups are formed of
+    x[order], and the result goes back to where it came from; None for the order as it is.
+    Source: OFT, arXiv 2306.07280; with an order one butterfly factor of BOFT, arXiv 2311.06243.
     """
 
     blocks: Tensor
+    order: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self.blocks.nbytes
+        return self.blocks.nbytes + (0 if self.order is None else self.order.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        num_blocks, size, _ = self.blocks.shape
-        grouped = x.float().view(x.shape[0], num_blocks, size)
-        return torch.einsum("tgi,gij->tgj", grouped, self.blocks).reshape(x.shape).to(x.dtype)
+        size = self.blocks.shape[-1]
+        inputs = x.float() if self.order is None else x.float()[:, self.order]
+        grouped = inputs.reshape(x.shape[0], x.shape[1] // size, size)
+        rotated = torch.einsum("tgi,gij->tgj", grouped, self.blocks).reshape(x.shape)
+        if self.order is not None:
+            rotated = torch.empty_like(rotated).index_copy_(1, self.order, rotated)
+        return rotated.to(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullRotation:
-    """x @ matrix. matrix: [in, in] float32. Source: BOFT, arXiv 2311.06243, its butterfly factors multiplied out."""
+class Successive:
+    """One input transform after the other, first to last, rounded once."""
 
-    matrix: Tensor
+    transforms: tuple[BlockRotation, ...]
 
     @property
     def num_bytes(self) -> int:
-        return self.matrix.nbytes
+        return sum(transform.num_bytes for transform in self.transforms)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return (x.float() @ self.matrix).to(x.dtype)
+        rotated = x.float()
+        for transform in self.transforms:
+            rotated = transform(rotated)
+        return rotated.to(x.dtype)

@@ -40,7 +40,8 @@ class SiteMap:
     """Every module of a model that an adapter can name.
 
     linears: path -> site, in model order, the output head last.
-    norms: path -> slot. default_targets: what PEFT targets when a config names nothing.
+    norms: path -> slot. default_targets, ia3_targets, ia3_feedforward, ln_tuning_targets: what PEFT targets when a
+        config names nothing, as in `NameMap`.
     tied_head: whether embedding and head share one matrix.
     """
 
@@ -49,6 +50,9 @@ class SiteMap:
     embedding_path: str
     head_path: str
     default_targets: tuple[str, ...]
+    ia3_targets: tuple[str, ...]
+    ia3_feedforward: tuple[str, ...]
+    ln_tuning_targets: tuple[str, ...]
     vocab_size: int
     hidden_size: int
     tied_head: bool
@@ -95,6 +99,9 @@ def map_sites(spec: ModelSpec, names: NameMap) -> SiteMap:
         embedding_path=names.embedding,
         head_path=names.head,
         default_targets=names.default_targets,
+        ia3_targets=names.ia3_targets,
+        ia3_feedforward=names.ia3_feedforward,
+        ln_tuning_targets=names.ln_tuning_targets,
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
         tied_head=spec.tied_head,

@@ -8,7 +8,7 @@ Sources: arXiv 2106.09685 (LoRA), 2312.03732 (rsLoRA), 2402.09353 (DoRA), 2404.0
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +16,26 @@ from torch import Tensor
 
 from graftlm.adapters.config import LoraConfig, parse_lora_config
 from graftlm.adapters.methods.compiled import CompiledAdapter
-from graftlm.adapters.module_tensors import ModuleTensors
+from graftlm.adapters.methods.saved_modules import SavedModules
+from graftlm.adapters.methods.token_rows import token_rows
+from graftlm.adapters.module_tensors import ModuleTensors, check_shape
 from graftlm.adapters.patch_builder import PatchBuilder
-from graftlm.adapters.targets import is_saved, select_targets
+from graftlm.adapters.targets import check_target, select_targets
 from graftlm.errors import AdapterCorrupt, AdapterIncompatible, AdapterUnsupported
-from graftlm.layers.patch import ReplacedRows
 from graftlm.layers.transforms import Affine
 from graftlm.models.base_weights import BaseWeights
 
 logger = logging.getLogger(__name__)
 
 # Saved beside the factors by training methods that are plain LoRA when applied.
-TRAINING_ROLES = ("lora_velora_embed", "original_module.weight", "original_module.bias")
+TRAINING_ROLES = (
+    "lora_velora_embed",
+    "lora_monteclora_sampler.expert_weights",
+    "lora_monteclora_sampler.expert_weights_prior",
+    "lora_monteclora_sampler.gaussian_var_prior",
+    "lora_monteclora_sampler.std_prior",
+)
+TOKEN_ROWS = "token_adapter.trainable_tokens_delta"
 
 
 def compile_lora(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeights) -> CompiledAdapter:
@@ -48,7 +56,7 @@ def compile_lora(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeigh
         builder=compiler.builder,
         dormant=compiler.dormant,
         invocation_token_ids=config.invocation_token_ids,
-        vocab_size=compiler.vocab_size,
+        vocab_size=compiler.saved.vocab_size,
     )
 
 
@@ -60,19 +68,18 @@ class _LoraCompiler:
         self._tensors = tensors
         self._base = base
         self._sites = base.sites
-        self._targets = select_targets(config, base.sites)
+        self._targets = select_targets(config, base.sites, {*base.sites.linears, base.sites.embedding_path})
         self.builder = PatchBuilder(base)
         # What an activated LoRA does before its invocation: all but the low-rank part.
         self.dormant = PatchBuilder(base) if config.invocation_token_ids else None
-        self.vocab_size: int | None = None
-        self._replaced: dict[str, Tensor] = {}
+        self.saved = SavedModules(config, tensors, base, self._always)
 
     def compile(self) -> None:
         for role in TRAINING_ROLES:
             self._tensors.drop(role)
-        self._replace_modules()
+        self.saved.replace_modules()
         adapted = self._adapt_linears() | self._adapt_embedding()
-        self._replace_biases()
+        self.saved.replace_biases()
         self._replace_token_rows()
         if absent := sorted(self._targets - adapted):
             # What PEFT does as well: a targeted module whose tensors are missing stays as the base has it.
@@ -82,62 +89,12 @@ class _LoraCompiler:
     def _always(self) -> list[PatchBuilder]:
         return [self.builder] if self.dormant is None else [self.builder, self.dormant]
 
-    def _replace_modules(self) -> None:
-        """`modules_to_save`, vocabularies resized before training, and copies of the base's own matrices."""
-        for module in self._tensors.modules_with(
-            "weight", "modules_to_save.weight", "base_layer.weight", "token_adapter.base_layer.weight"
-        ):
-            resized = module in (self._sites.embedding_path, self._sites.head_path)
-            saved = is_saved(self._config, module)
-            weight = self._tensors.take(module, "modules_to_save.weight") if saved else None
-            if saved or resized:
-                plain = self._tensors.take(module, "weight")
-                weight = plain if weight is None else weight
-            copies = [
-                self._tensors.take(module, role) for role in ("base_layer.weight", "token_adapter.base_layer.weight")
-            ]
-            for copy in copies:
-                weight = copy if weight is None else weight
-            if weight is not None:
-                self._replace(module, weight)
-
-    def _replace(self, module: str, weight: Tensor) -> None:
-        if module in self._sites.norms:
-            self._check_shape(module, weight, (self._sites.hidden_size,))
-            for builder in self._always:
-                builder.replace_norm(module, weight)
-                builder.describe(module, "replaced")
-            return
-        current = self._base.embedding() if module == self._sites.embedding_path else self._weight(module)
-        is_vocabulary = module in (self._sites.embedding_path, self._sites.head_path)
-        rows = weight.shape[0] if is_vocabulary and weight.dim() == 2 else current.shape[0]
-        self._check_shape(module, weight, (rows, current.shape[1]))
-        bias = self._tensors.take(module, "bias") if is_saved(self._config, module) else None
-        if weight.shape == current.shape and bias is None and torch.equal(weight.to(current), current):
-            return  # a copy of the base: PEFT saves one beside every adapter on embedding or head
-        self._replaced[module] = weight
-        for builder in self._always:
-            if module == self._sites.embedding_path:
-                builder.replace_table(weight)
-            else:
-                builder.replace_linear(module, weight, bias)
-            builder.describe(module, "replaced")
-        if is_vocabulary and rows != self._sites.vocab_size:
-            self._set_vocab_size(module, rows)
-
-    def _set_vocab_size(self, module: str, rows: int) -> None:
-        if self.vocab_size not in (None, rows):
-            raise AdapterCorrupt(
-                "embedding and head have vocabularies of different size", got=f"{self.vocab_size} and {rows} ({module})"
-            )
-        self.vocab_size = rows
-
     def _adapt_linears(self) -> set[str]:
         adapted = set()
         for module in self._tensors.modules_with("lora_A.weight", "lora_B.weight"):
             if module not in self._sites.linears:
                 raise AdapterUnsupported(f"{module} is not a linear layer, but has lora_A or lora_B")
-            self._check_target(module)
+            check_target(self._config, self._sites, self._targets, module)
             lora_a = self._tensors.require(module, "lora_A.weight").float()
             lora_b = self._tensors.require(module, "lora_B.weight").float()
             self._adapt_linear(module, lora_a, lora_b)
@@ -145,15 +102,17 @@ class _LoraCompiler:
         return adapted
 
     def _adapt_linear(self, module: str, lora_a: Tensor, lora_b: Tensor) -> None:
-        weight = self._weight(module)
+        weight = self.saved.weight(module)
         out_features, in_features = weight.shape
         if self._config.is_block_diagonal:
             lora_a, lora_b = _unblock(lora_a, in_features), _unblock(lora_b, lora_a.shape[0])
         rank = self._check_pair(module, lora_a, lora_b, out_features, in_features)
         scaling = self._config.scaling_of(module, rank)
-        diagonal = self._tensors.take(module, "lora_diag")
-        factor_b = lora_b if diagonal is None else lora_b * diagonal.float()
-        factor_a, factor_b = lora_a, factor_b * scaling
+        factor_a, factor_b = lora_a, lora_b * scaling
+        if self._config.initialisation == "kasa":
+            diagonal = self._tensors.require(module, "lora_diag").float()
+            check_shape(f"lora_diag of {module}", diagonal, (rank,))
+            factor_b = factor_b * diagonal
         if (removed := self._removed_from_base(weight, rank, scaling)) is not None:
             left, right = removed
             factor_a, factor_b = torch.cat([factor_a, right]), torch.cat([factor_b, -left], dim=1)
@@ -166,9 +125,9 @@ class _LoraCompiler:
             shift = None if bias is None else bias.float() * (1 - ratio)
             self.builder.transform_output(module, Affine(scale=self._on_device(ratio), shift=shift))
             changes = "LoRA, DoRA"
-        lora_bias = self._tensors.take(module, "lora_B.bias") if self._config.use_lora_bias else None
-        if lora_bias is not None:
-            self._check_shape(f"lora_B.bias of {module}", lora_bias, (out_features,))
+        if self._config.use_lora_bias:
+            lora_bias = self._tensors.require(module, "lora_B.bias")
+            check_shape(f"lora_B.bias of {module}", lora_bias, (out_features,))
             self.builder.transform_output(module, Affine(shift=self._on_device(lora_bias.float() * scaling)))
         self.builder.add_low_rank(module, factor_a, factor_b)
         self.builder.describe(module, changes, rank=rank, scaling=scaling)
@@ -190,17 +149,17 @@ class _LoraCompiler:
         if not self._config.use_dora:
             return None
         magnitude = self._tensors.require(module, "lora_magnitude_vector").float().flatten()
-        self._check_shape(f"lora_magnitude_vector of {module}", magnitude, (size,))
+        check_shape(f"lora_magnitude_vector of {module}", magnitude, (size,))
         return self._on_device(magnitude)
 
     def _adapt_embedding(self) -> set[str]:
         path = self._sites.embedding_path
         if path not in self._tensors.modules_with("lora_embedding_A", "lora_embedding_B"):
             return set()
-        self._check_target(path)
+        check_target(self._config, self._sites, self._targets, path)
         lora_a = self._on_device(self._tensors.require(path, "lora_embedding_A").float())
         lora_b = self._on_device(self._tensors.require(path, "lora_embedding_B").float())
-        table = self._replaced.get(path, self._base.embedding()).to(self._base.device).float()
+        table = self.saved.embedding()
         rank = self._check_pair(path, lora_a, lora_b, table.shape[1], table.shape[0])
         scaling = self._config.scaling_of(path, rank)
         expand = lora_b.t() * scaling
@@ -211,30 +170,18 @@ class _LoraCompiler:
         self.builder.describe(path, "LoRA" if scale is None else "LoRA, DoRA", rank=rank, scaling=scaling)
         return {path}
 
-    def _replace_biases(self) -> None:
-        """`bias="all"` and `"lora_only"` save absolute values that take the place of the base's."""
-        if self._config.bias == "none":
-            return
-        for module in self._tensors.modules_with("bias", "base_layer.bias"):
-            current = self._base.bias(module) if module in self._sites.linears else None
-            saved = self._tensors.take(module, "base_layer.bias")
-            saved = self._tensors.take(module, "bias") if saved is None else saved
-            if saved is None or current is None:
-                raise AdapterIncompatible(f"{module} has no bias in this base, but the adapter brings one")
-            self._check_shape(f"bias of {module}", saved, tuple(current.shape))
-            shift = self._on_device(saved.float()) - current.float()
-            for builder in self._always:
-                builder.transform_output(module, Affine(shift=shift))
-                builder.describe(module, "bias")
-
     def _replace_token_rows(self) -> None:
-        role = "token_adapter.trainable_tokens_delta"
-        for module in self._tensors.modules_with(role):
-            values = self._tensors.require(module, role)
+        ends = (self._sites.embedding_path, self._sites.head_path)
+        found = self._tensors.modules_with(TOKEN_ROWS)
+        self._check_token_rows_found(found)
+        for module in found:
+            if module not in ends:
+                raise AdapterUnsupported(f"{module} has token rows, but only {' and '.join(ends)} have tokens for rows")
+            values = self._tensors.require(module, TOKEN_ROWS)
             ids = self._token_indices(module)
-            self._check_shape(f"{role} of {module}", values, (len(ids), self._sites.hidden_size))
+            check_shape(f"{TOKEN_ROWS} of {module}", values, (len(ids), self._sites.hidden_size))
             self._check_token_rows(module, ids)
-            rows = self._rows(ids, values)
+            rows = token_rows(ids, values, self._base)
             for builder in self._always:
                 if module == self._sites.embedding_path:
                     builder.replace_embedding_rows(rows)
@@ -243,19 +190,31 @@ class _LoraCompiler:
                     builder.replace_head_rows(rows)
                     builder.describe(self._sites.head_path, "token rows")
 
+    def _check_token_rows_found(self, found: Sequence[str]) -> None:
+        for name in self._config.token_indices:
+            named = [module for module in self._sites.module_paths if self._is_token_module(name, module)]
+            shared = self._reaches_head() and self._sites.embedding_path in found
+            if not any(module in found or (shared and module == self._sites.head_path) for module in named):
+                raise AdapterCorrupt(
+                    f"{TOKEN_ROWS} of {name or self._sites.embedding_path} is missing",
+                    got=f"trainable_token_indices names {len(self._config.token_indices[name])} tokens",
+                )
+
     def _token_indices(self, module: str) -> tuple[int, ...]:
         for name, indices in self._config.token_indices.items():
-            named = module.endswith(name) if name else module == self._sites.embedding_path
-            if named or (module == self._sites.head_path and self._reaches_head()):
+            if self._is_token_module(name, module) or (module == self._sites.head_path and self._reaches_head()):
                 return indices
         raise AdapterCorrupt(f"{module} has token rows that trainable_token_indices does not name")
 
+    def _is_token_module(self, name: str, module: str) -> bool:
+        return module.endswith(name) if name else module == self._sites.embedding_path
+
     def _reaches_head(self) -> bool:
-        """On a tied base the rows are replaced at both ends, unless each end has its own."""
-        return self._sites.tied_head and len(self._config.token_indices) == 1
+        """On a tied base the rows are replaced at both ends, unless each end has tokens of its own."""
+        return self._sites.tied_head and len(set(self._config.token_indices.values())) == 1
 
     def _check_token_rows(self, module: str, ids: tuple[int, ...]) -> None:
-        size = self.vocab_size or self._sites.vocab_size
+        size = self.saved.vocab_size or self._sites.vocab_size
         if ids and max(ids) >= size:
             raise AdapterIncompatible(f"{module} has a row for token {max(ids)}", allowed=f"tokens below {size}")
         head = self._sites.head_path
@@ -264,34 +223,8 @@ class _LoraCompiler:
                 "trainable_token_indices together with a low-rank update of the output head is not supported"
             )
 
-    def _rows(self, ids: tuple[int, ...], values: Tensor) -> ReplacedRows:
-        last = {token_id: index for index, token_id in enumerate(ids)}
-        order = sorted(last)
-        picked = values[torch.tensor([last[token_id] for token_id in order])]
-        return ReplacedRows(
-            ids=torch.tensor(order, dtype=torch.int64, device=self._base.device),
-            values=picked.to(self._base.device, self._base.dtype),
-        )
-
-    def _weight(self, module: str) -> Tensor:
-        """A linear module's matrix as this adapter has it, float32."""
-        replaced = self._replaced.get(module)
-        return self._on_device(self._base.linear(module).dequantize() if replaced is None else replaced).float()
-
     def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._base.device)
-
-    def _check_target(self, module: str) -> None:
-        # PEFT ignores tensors of modules the config does not target; serving without them would be another adapter. The
-        # other end of a tied pair is in the file alone (ensure_weight_tying).
-        tied_ends = {self._sites.embedding_path, self._sites.head_path}
-        if module in self._targets or (self._sites.tied_head and module in tied_ends and tied_ends & self._targets):
-            return
-        raise AdapterIncompatible(
-            f"the weights hold {module}, which the config does not target",
-            got=f"target_modules={self._config.target_modules!r}"[:200],
-            allowed=f"targets among the modules of this base, such as {next(iter(self._sites.linears))}",
-        )
 
     def _check_pair(self, module: str, lora_a: Tensor, lora_b: Tensor, out_features: int, in_features: int) -> int:
         """The pair's rank, after everything about its shapes was checked."""
@@ -316,12 +249,6 @@ class _LoraCompiler:
                 got=f"{a_shape[0]} in the weights, {expected} in adapter_config.json",
             )
         return a_shape[0]
-
-    def _check_shape(self, what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        if tuple(tensor.shape) != shape:
-            raise AdapterIncompatible(
-                f"{what} has another shape in this base", got=list(tensor.shape), allowed=str(list(shape))
-            )
 
 
 def _unblock(factor: Tensor, width: int) -> Tensor:

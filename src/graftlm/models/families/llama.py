@@ -92,6 +92,9 @@ LLAMA = Family(
             "down": "model.layers.{}.mlp.down_proj",
         },
         default_targets=("q_proj", "v_proj"),
+        ia3_targets=("k_proj", "v_proj", "down_proj"),
+        ia3_feedforward=("down_proj",),
+        ln_tuning_targets=("input_layernorm", "post_attention_layernorm", "norm"),
         ignored_tensors=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
     ),
 )

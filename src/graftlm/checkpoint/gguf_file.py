@@ -54,14 +54,14 @@ class GGUFCheckpoint:
             self._reader = gguf.GGUFReader(path)
         except (ValueError, OSError, IndexError, KeyError) as cause:
             raise CheckpointError(f"{path.name} is not a readable GGUF file", got=str(cause)[:200]) from cause
-        architecture = self.field("general.architecture")
+        architecture = str(self.field("general.architecture"))
         if architecture not in ARCHITECTURES:
             raise CheckpointError(
                 f"{path.name} holds a model Graft cannot read from GGUF",
                 got=architecture,
                 allowed=", ".join(sorted(ARCHITECTURES)),
             )
-        self._prefix = str(architecture)
+        self._prefix = architecture
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._source_names = self._map_names(ARCHITECTURES[self._prefix].names, path)
         self.config: Mapping[str, Any] = ARCHITECTURES[self._prefix].config(self)
@@ -79,6 +79,30 @@ class GGUFCheckpoint:
         if value is None:
             raise CheckpointError("the GGUF file lacks a metadata key", got=key.replace("{arch}", self._prefix))
         return value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer; lists, one value per layer, are not supported.
+
+        Raises:
+            CheckpointError: the key is absent without a default, or holds something else.
+        """
+        value = self.required(key) if default is None else self.field(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            name = key.replace("{arch}", self._prefix)
+            raise CheckpointError(f"{name} in the GGUF file is not a positive integer", got=repr(value)[:100])
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number.
+
+        Raises:
+            CheckpointError: the key is absent without a default, or holds something else.
+        """
+        value = self.required(key) if default is None else self.field(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            name = key.replace("{arch}", self._prefix)
+            raise CheckpointError(f"{name} in the GGUF file is not a positive number", got=repr(value)[:100])
+        return float(value)
 
     def has_source_tensor(self, name: str) -> bool:
         return name in self._tensors
@@ -133,10 +157,10 @@ class GGUFCheckpoint:
 
 
 def _llama_config(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
-    num_heads = int(checkpoint.required("{arch}.attention.head_count"))
-    hidden_size = int(checkpoint.required("{arch}.embedding_length"))
-    head_dim = int(checkpoint.field("{arch}.attention.key_length", hidden_size // num_heads))
-    rotary_dims = int(checkpoint.field("{arch}.rope.dimension_count", head_dim))
+    num_heads = checkpoint.integer("{arch}.attention.head_count")
+    hidden_size = checkpoint.integer("{arch}.embedding_length")
+    head_dim = checkpoint.integer("{arch}.attention.key_length", hidden_size // num_heads)
+    rotary_dims = checkpoint.integer("{arch}.rope.dimension_count", head_dim)
     if rotary_dims != head_dim:
         raise CheckpointError("partial rotary embedding in a llama GGUF is not supported", got=rotary_dims)
     if checkpoint.field("{arch}.expert_count"):
@@ -145,14 +169,14 @@ def _llama_config(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
         "model_type": "llama",
         "vocab_size": len(checkpoint.required("tokenizer.ggml.tokens")),
         "hidden_size": hidden_size,
-        "intermediate_size": int(checkpoint.required("{arch}.feed_forward_length")),
-        "num_hidden_layers": int(checkpoint.required("{arch}.block_count")),
+        "intermediate_size": checkpoint.integer("{arch}.feed_forward_length"),
+        "num_hidden_layers": checkpoint.integer("{arch}.block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": int(checkpoint.field("{arch}.attention.head_count_kv", num_heads)),
+        "num_key_value_heads": checkpoint.integer("{arch}.attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": float(checkpoint.required("{arch}.attention.layer_norm_rms_epsilon")),
-        "max_position_embeddings": int(checkpoint.required("{arch}.context_length")),
+        "rms_norm_eps": checkpoint.number("{arch}.attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": checkpoint.integer("{arch}.context_length"),
         "rope_parameters": _rope_parameters(checkpoint),
         "tie_word_embeddings": not checkpoint.has_source_tensor("output.weight"),
         "attention_bias": checkpoint.has_source_tensor("blk.0.attn_q.bias"),
@@ -162,7 +186,7 @@ def _llama_config(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
 
 
 def _rope_parameters(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
-    theta = float(checkpoint.field("{arch}.rope.freq_base", 10_000.0))
+    theta = checkpoint.number("{arch}.rope.freq_base", 10_000.0)
     if checkpoint.has_source_tensor(ROPE_FACTORS):
         factors = checkpoint.read_source(ROPE_FACTORS).tolist()
         return {"rope_type": "frequency_factors", "rope_theta": theta, "factors": factors}
@@ -172,7 +196,7 @@ def _rope_parameters(checkpoint: GGUFCheckpoint) -> dict[str, Any]:
     return {
         "rope_type": scaling,
         "rope_theta": theta,
-        "factor": checkpoint.field("{arch}.rope.scaling.factor"),
+        "factor": checkpoint.number("{arch}.rope.scaling.factor"),
     }
 
 

@@ -1,0 +1,301 @@
+"""The life of adapters in a running engine: names, holds, memory, many loads."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load, save_file
+
+from graftlm import LLM
+from graftlm.adapters import Adapter, AdapterRegistry
+from graftlm.errors import (
+    AdapterCorrupt,
+    AdapterError,
+    AdapterFilesNotFound,
+    AdapterMemoryExceeded,
+    AdapterNameTaken,
+    ModelNotFound,
+)
+from tests.adapters.conftest import PROMPT
+from tests.parity.oracle import Oracle, World, assert_close, count_ties, greedy, make_even_adapter, prompt_of
+from tests.tiny import ALL_PROJECTIONS, edit_json
+
+GOOD_BYTES = 4 * 2 * (8 * 64 + 64 * 8 + 8 * 64 + 32 * 8)
+
+
+@pytest.fixture(scope="module")
+def other(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_even_adapter(llama, tmp_path_factory.mktemp("other") / "other", seed=9, target_modules=ALL_PROJECTIONS)
+
+
+def test_r054_a_name_loaded_again_answers_with_the_new_weights(
+    llm: LLM, oracle: Oracle, good: Path, other: Path
+) -> None:
+    expected = {path: oracle.logits(PROMPT, path) for path in (good, other)}
+    answers: dict[Path, set[tuple[int, ...]]] = {good: set(), other: set()}
+    for round_ in range(20):
+        path = (good, other)[round_ % 2]
+        llm.load_adapter("a", path)
+        answers[path].add(tuple(greedy(llm, [("a", PROMPT)], 8)[0]))
+        assert_close(llm.logits(PROMPT, adapter="a"), expected[path])
+        llm.unload_adapter("a")
+    assert [len(seen) for seen in answers.values()] == [1, 1]
+    assert answers[good] != answers[other]
+    for path, [answer] in answers.items():
+        assert count_ties(oracle.logits([*PROMPT, *answer], path)[len(PROMPT) - 1 : -1], answer) == 0
+
+
+def test_r060_a_failed_load_leaves_the_adapter_of_that_name_as_it_was(llm: LLM, good: Path, tmp_path: Path) -> None:
+    loaded = llm.load_adapter("a", good)
+    before = llm.logits(PROMPT, adapter="a")
+    for path in (tmp_path / "missing", tmp_path, good):
+        with pytest.raises((AdapterNameTaken, AdapterFilesNotFound)):
+            llm.load_adapter("a", path)
+        assert llm.adapters == {"a": loaded}
+        assert llm.logits(PROMPT, adapter="a").equal(before)
+    llm.unload_adapter("a")
+
+
+def test_the_files_may_change_or_go_once_an_adapter_is_loaded(llm: LLM, copy: Callable[..., Path]) -> None:
+    adapter = copy()
+    llm.load_adapter("a", adapter)
+    before = llm.logits(PROMPT, adapter="a")
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    assert llm.logits(PROMPT, adapter="a").equal(before)
+    shutil.rmtree(adapter)
+    assert llm.logits(PROMPT, adapter="a").equal(before)
+    llm.unload_adapter("a")
+
+
+def test_r059_an_engine_with_one_bad_adapter_does_not_start_and_names_it(
+    llama: Path, good: Path, copy: Callable[..., Path]
+) -> None:
+    bad = copy(use_dora=True)
+    with pytest.raises(AdapterError, match="use_dora"):
+        LLM(llama, kv_cache_bytes=1 << 20, adapters={"good": good, "bad": bad, "other": good})
+
+
+def test_adapters_given_at_the_start_answer_at_once(llama: Path, good: Path, other: Path, oracle: Oracle) -> None:
+    llm = LLM(llama, kv_cache_bytes=1 << 20, adapters={"good": good, "other": str(other)})
+    assert list(llm.adapters) == ["good", "other"]
+    assert_close(llm.logits(PROMPT, adapter="other"), oracle.logits(PROMPT, other))
+
+
+def test_a_budget_refuses_what_does_not_fit_and_evicts_nothing(llama: Path, good: Path, other: Path) -> None:
+    file_bytes = (good / "adapter_model.safetensors").stat().st_size
+    llm = LLM(llama, kv_cache_bytes=1 << 20, adapter_memory_bytes=GOOD_BYTES + file_bytes)
+    first = llm.load_adapter("first", good)
+    assert first.num_bytes == GOOD_BYTES
+    before = llm.logits(PROMPT, adapter="first")
+    with pytest.raises(AdapterMemoryExceeded, match=rf"allowed: {file_bytes} bytes"):
+        llm.load_adapter("large", other)
+    second = llm.load_adapter("second", good)
+    with pytest.raises(AdapterMemoryExceeded):
+        llm.load_adapter("third", good)
+    assert llm.adapters == {"first": first, "second": second}
+    assert llm.logits(PROMPT, adapter="first").equal(before)
+    llm.unload_adapter("first")
+    llm.load_adapter("third", good)
+    assert list(llm.adapters) == ["second", "third"]
+
+
+def test_an_adapter_whose_float32_form_does_not_fit_is_refused_though_its_file_would(
+    llama: Path, copy: Callable[..., Path]
+) -> None:
+    adapter = copy()
+    path = adapter / "adapter_model.safetensors"
+    save_file({name: tensor.half() for name, tensor in load(path.read_bytes()).items()}, path)
+    assert path.stat().st_size < GOOD_BYTES
+    llm = LLM(llama, kv_cache_bytes=1 << 20, adapter_memory_bytes=GOOD_BYTES - 1)
+    with pytest.raises(AdapterMemoryExceeded, match=f"got: {GOOD_BYTES} bytes.*of {GOOD_BYTES - 1} bytes are free"):
+        llm.load_adapter("a", adapter)
+    assert not llm.adapters
+
+
+def adapter_called(name: str, llm: LLM, path: Path) -> Adapter:
+    adapter = llm.load_adapter(name, path)
+    llm.unload_adapter(name)
+    return adapter
+
+
+def test_an_unloaded_adapter_keeps_its_memory_until_the_last_hold_is_released(llm: LLM, good: Path) -> None:
+    adapter = adapter_called("a", llm, good)
+    registry = AdapterRegistry(base_name="base", max_bytes=2 * GOOD_BYTES)
+    registry.add(adapter)
+    held = [registry.acquire("a"), registry.acquire("a")]
+    assert held == [adapter, adapter]
+    registry.remove("a")
+    assert (dict(registry.adapters), registry.num_holds(adapter), registry.free_bytes) == ({}, 2, GOOD_BYTES)
+    with pytest.raises(ModelNotFound):
+        registry.acquire("a")
+    registry.release(adapter)
+    assert registry.free_bytes == GOOD_BYTES
+    registry.release(adapter)
+    assert (registry.num_holds(adapter), registry.free_bytes) == (0, 2 * GOOD_BYTES)
+
+
+def test_a_name_may_be_taken_again_while_its_old_adapter_is_held(llm: LLM, good: Path, other: Path) -> None:
+    old, new = adapter_called("a", llm, good), adapter_called("a", llm, other)
+    registry = AdapterRegistry(base_name="base", max_bytes=old.num_bytes + new.num_bytes)
+    registry.add(old)
+    assert registry.acquire("a") is old
+    registry.remove("a")
+    registry.add(new)
+    assert registry.acquire("a") is new
+    assert registry.free_bytes == 0
+    registry.release(old)
+    assert registry.free_bytes == old.num_bytes
+
+
+def test_unloading_frees_the_adapters_tensors(llm: LLM, good: Path) -> None:
+    adapter = llm.load_adapter("a", good)
+    greedy(llm, [("a", PROMPT), (None, PROMPT)], 4)
+    alive = weakref.ref(adapter)
+    llm.unload_adapter("a")
+    del adapter
+    gc.collect()
+    assert alive() is None
+
+
+def test_r056_thirty_concurrent_loads_of_one_name_make_one_adapter(
+    llm: LLM, oracle: Oracle, good: Path, other: Path
+) -> None:
+    barrier = threading.Barrier(30)
+
+    def attempt(index: int) -> str | None:
+        barrier.wait()
+        try:
+            return llm.load_adapter("a", (good, other)[index % 2]).digest
+        except AdapterNameTaken:
+            return None
+
+    with ThreadPoolExecutor(30) as pool:
+        digests = [digest for digest in pool.map(attempt, range(30)) if digest is not None]
+    try:
+        assert len(digests) == 1
+        assert [adapter.digest for adapter in llm.adapters.values()] == digests
+        winner = good if llm.adapters["a"].ranks and len(llm.adapters["a"].modules) == 4 else other
+        assert_close(llm.logits(PROMPT, adapter="a"), oracle.logits(PROMPT, winner))
+    finally:
+        llm.unload_adapter("a")
+
+
+def test_r056_loads_and_unloads_at_once_leave_a_list_that_tells_the_truth(llm: LLM, good: Path) -> None:
+    barrier = threading.Barrier(30)
+
+    def attempt(index: int) -> int:
+        barrier.wait()
+        change = 0
+        for _ in range(5):
+            try:
+                if index % 2:
+                    llm.load_adapter("a", good)
+                    change += 1
+                else:
+                    llm.unload_adapter("a")
+                    change -= 1
+            except (AdapterNameTaken, ModelNotFound):
+                continue
+        return change
+
+    with ThreadPoolExecutor(30) as pool:
+        left = sum(pool.map(attempt, range(30)))
+    assert left == len(llm.adapters)
+    if left:
+        greedy(llm, [("a", PROMPT)], 2)
+        llm.unload_adapter("a")
+    with pytest.raises(ModelNotFound):
+        llm.logits(PROMPT, adapter="a")
+
+
+def test_concurrent_loads_never_exceed_the_budget(llama: Path, good: Path) -> None:
+    file_bytes = (good / "adapter_model.safetensors").stat().st_size
+    llm = LLM(llama, kv_cache_bytes=1 << 20, adapter_memory_bytes=2 * GOOD_BYTES + file_bytes)
+    barrier = threading.Barrier(16)
+
+    def attempt(index: int) -> bool:
+        barrier.wait()
+        try:
+            llm.load_adapter(f"a{index}", good)
+        except AdapterMemoryExceeded:
+            return False
+        return True
+
+    with ThreadPoolExecutor(16) as pool:
+        loaded = sum(pool.map(attempt, range(16)))
+    assert loaded == len(llm.adapters) == 3
+
+
+def resident() -> int:
+    return psutil.Process().memory_info().rss
+
+
+def test_r089_two_hundred_cycles_of_load_use_and_unload_leave_memory_files_and_threads_flat(
+    llm: LLM, other: Path
+) -> None:
+    process = psutil.Process()
+    sizes = []
+    for cycle in range(200):
+        llm.load_adapter("a", other)
+        greedy(llm, [("a", PROMPT[:4]), (None, PROMPT[:4])], 1)
+        llm.unload_adapter("a")
+        if cycle >= 20:
+            sizes.append(resident())
+        if cycle == 20:
+            files, threads = process.num_fds(), process.num_threads()
+    slope = (sum(sizes[-20:]) - sum(sizes[:20])) / 20 / (len(sizes) - 20)
+    assert slope < 50 << 10
+    assert (process.num_fds(), process.num_threads()) == (files, threads)
+
+
+def test_r088_the_memory_of_many_adapters_returns(llm: LLM, llama: Path, tmp_path: Path) -> None:
+    large = make_even_adapter(llama, tmp_path / "large", r=700, target_modules=ALL_PROJECTIONS)
+    assert llm.load_adapter("warm", large).num_bytes > 4 << 20
+    llm.unload_adapter("warm")
+    start, peaks = resident(), []
+    for _ in range(2):
+        for index in range(20):
+            llm.load_adapter(f"a{index}", large)
+        peaks.append(resident())
+        for index in range(20):
+            llm.unload_adapter(f"a{index}")
+        assert resident() - start < 10 << 20
+    assert peaks[0] - start > 60 << 20
+    assert peaks[1] - peaks[0] < 10 << 20
+
+
+def test_r051_a_hundred_failed_loads_leave_nothing(llm: LLM, llama: Path, tmp_path: Path) -> None:
+    large = make_even_adapter(llama, tmp_path / "large", r=700, target_modules=ALL_PROJECTIONS)
+    edit_json(large / "adapter_config.json", rank_pattern={"layers.1.mlp.down_proj": 4})
+    start = 0
+    for attempt in range(100):
+        with pytest.raises(AdapterCorrupt, match="700 in the weights, 4 in"):
+            llm.load_adapter("a", large)
+        if attempt == 10:
+            start = resident()
+    assert resident() - start < 10 << 20
+    assert not llm.adapters
+
+
+def test_r058_an_adapters_whole_life_leaves_no_trace_in_the_base(llama: Path, oracle: Oracle, other: Path) -> None:
+    llm = LLM(llama, kv_cache_bytes=1 << 20)
+    world = World(base=llama, llm=llm, oracle=oracle)
+    prompts = [prompt_of(length, length) for length in (2, 17, 40)]
+    before = [llm.logits(prompt) for prompt in prompts]
+    with world.loaded({"a": other}):
+        moved = [llm.logits(prompt, adapter="a") for prompt in prompts]
+        during = [llm.logits(prompt) for prompt in prompts]
+    after = [llm.logits(prompt) for prompt in prompts]
+    for quiet, loud, silent, gone in zip(before, moved, during, after, strict=True):
+        assert (loud - quiet).abs().max() > 1e-2
+        assert torch.equal(silent, quiet)
+        assert torch.equal(gone, quiet)

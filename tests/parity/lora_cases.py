@@ -304,6 +304,24 @@ CASES: dict[str, Case] = {
         base="untied", config={"target_modules": EMBED_HEAD, "bias": "all", "use_rslora": True}, resize=270
     ),
     "63_grown_saved": Case(base="untied", config={"modules_to_save": EMBED_HEAD}, resize=300),
+    "63_grown_saved_ensured": Case(
+        base="tied",
+        config={"modules_to_save": EMBED_HEAD, "ensure_weight_tying": True},
+        resize=270,
+        retrain=True,
+    ),
+    "63_grown_saved_embedding_tied": Case(
+        base="tied", config={"modules_to_save": ["embed_tokens"]}, resize=270, retrain=True
+    ),
+    "65_alora_grown_ends": Case(
+        base="untied",
+        config={
+            "alora_invocation_tokens": INVOCATION,
+            "target_modules": ["lm_head", "q_proj"],
+            "modules_to_save": ["embed_tokens"],
+        },
+        resize=270,
+    ),
     "63_grown_tokens_tied": Case(base="tied", config={"trainable_token_indices": [259, 5, 299]}, resize=300),
     "63_grown_tokens": Case(base="untied", config={"trainable_token_indices": [259, 5, 299]}, resize=300),
     "65_alora": Case(base="untied", config={"alora_invocation_tokens": INVOCATION, "target_modules": ALL_PROJECTIONS}),
@@ -327,6 +345,10 @@ CASES: dict[str, Case] = {
     "67_olora_rank_pattern": Case(
         base="untied", config={"init_lora_weights": "olora", "rank_pattern": {"q_proj": 3}, "use_rslora": True}
     ),
+    "67_pissa_head": Case(
+        base="untied", config={"init_lora_weights": "pissa", "target_modules": ["lm_head", "q_proj"]}
+    ),
+    "67_olora_head_tied": Case(base="tied", config={"init_lora_weights": "olora", "target_modules": ["lm_head"]}),
     "67_mica": Case(base="untied", config={"init_lora_weights": "mica"}),
     "67_orthogonal": Case(base="untied", config={"init_lora_weights": "orthogonal"}),
     "69_cat": Case(base="untied", make=weighted("cat", use_rslora=True)),

@@ -15,7 +15,6 @@ from graftlm.adapters.config_values import read_count
 from graftlm.adapters.methods.compiled import CompiledAdapter
 from graftlm.adapters.methods.each_module import compile_each_module
 from graftlm.adapters.methods.oft import cayley
-from graftlm.adapters.methods.saved_modules import SavedModules
 from graftlm.adapters.module_tensors import ModuleTensors, check_shape
 from graftlm.adapters.patch_builder import PatchBuilder
 from graftlm.adapters.target_config import LAYER_FIELDS, ConfigFields, parse_target_config
@@ -45,7 +44,7 @@ def compile_boft(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeigh
             got=f"boft_block_num={num_blocks}, boft_block_size={block_size}",
         )
 
-    def adapt(module: str, saved: SavedModules, builder: PatchBuilder) -> None:
+    def adapt(module: str, builder: PatchBuilder) -> None:
         site = base.sites.linears[module]
         blocks = tensors.require(module, "boft_R").to(base.device).float()
         scale = tensors.require(module, "boft_s").to(base.device).float()

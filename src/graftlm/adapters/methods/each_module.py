@@ -16,8 +16,8 @@ from graftlm.models.base_weights import BaseWeights
 
 logger = logging.getLogger(__name__)
 
-# Tells the builder what happens to one module; the second argument knows what the adapter replaces.
-AdaptModule = Callable[[str, SavedModules, PatchBuilder], None]
+# Tells the builder what happens to one module.
+AdaptModule = Callable[[str, PatchBuilder], None]
 
 
 def compile_each_module(
@@ -48,7 +48,7 @@ def compile_each_module(
         check_target(config, base.sites, targets, module)
         if module == base.sites.head_path and saved.vocab_size is not None:
             raise AdapterUnsupported(f"{method} of the output head together with a resized vocabulary is not supported")
-        adapt(module, saved, builder)
+        adapt(module, builder)
         builder.describe(module, method)
     saved.replace_biases()
     if absent := sorted(targets - set(adapted)):

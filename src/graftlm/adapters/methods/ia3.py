@@ -11,7 +11,6 @@ from typing import Any
 from graftlm.adapters.config_values import read_module_names, shown
 from graftlm.adapters.methods.compiled import CompiledAdapter
 from graftlm.adapters.methods.each_module import compile_each_module
-from graftlm.adapters.methods.saved_modules import SavedModules
 from graftlm.adapters.module_tensors import ModuleTensors, check_shape
 from graftlm.adapters.patch_builder import PatchBuilder
 from graftlm.adapters.patterns import FULL_NAME, pattern_match
@@ -39,7 +38,7 @@ def compile_ia3(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeight
         feedforward = base.sites.ia3_feedforward
     config = with_default_targets(config, base.sites.ia3_targets)
 
-    def adapt(module: str, saved: SavedModules, builder: PatchBuilder) -> None:
+    def adapt(module: str, builder: PatchBuilder) -> None:
         site = base.sites.linears[module]
         factors = tensors.require(module, "ia3_l").to(base.device).float()
         if _is_feedforward(feedforward, module):

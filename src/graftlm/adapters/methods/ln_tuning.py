@@ -10,7 +10,6 @@ from typing import Any
 
 from graftlm.adapters.methods.compiled import CompiledAdapter
 from graftlm.adapters.methods.each_module import compile_each_module
-from graftlm.adapters.methods.saved_modules import SavedModules
 from graftlm.adapters.module_tensors import ModuleTensors, check_shape
 from graftlm.adapters.patch_builder import PatchBuilder
 from graftlm.adapters.target_config import ConfigFields, parse_target_config
@@ -29,7 +28,7 @@ def compile_ln_tuning(raw: Mapping[str, Any], tensors: ModuleTensors, base: Base
     """
     config = with_default_targets(parse_target_config(raw, FIELDS), base.sites.ln_tuning_targets)
 
-    def adapt(module: str, saved: SavedModules, builder: PatchBuilder) -> None:
+    def adapt(module: str, builder: PatchBuilder) -> None:
         weight = tensors.require(module, ROLE)
         check_shape(f"{ROLE} of {module}", weight, tuple(base.norm(module).shape))
         builder.replace_norm(module, weight)

@@ -113,7 +113,7 @@ class _LoraCompiler:
             diagonal = self._tensors.require(module, "lora_diag").float()
             check_shape(f"lora_diag of {module}", diagonal, (rank,))
             factor_b = factor_b * diagonal
-        if (removed := self._removed_from_base(weight, rank, scaling)) is not None:
+        if (removed := self._removed_from_base(module, weight, rank, scaling)) is not None:
             left, right = removed
             factor_a, factor_b = torch.cat([factor_a, right]), torch.cat([factor_b, -left], dim=1)
         changes = "LoRA"
@@ -132,10 +132,17 @@ class _LoraCompiler:
         self.builder.add_low_rank(module, factor_a, factor_b)
         self.builder.describe(module, changes, rank=rank, scaling=scaling)
 
-    def _removed_from_base(self, weight: Tensor, rank: int, scaling: float) -> tuple[Tensor, Tensor] | None:
+    def _removed_from_base(
+        self, module: str, weight: Tensor, rank: int, scaling: float
+    ) -> tuple[Tensor, Tensor] | None:
         """Factors (L, R) of what PEFT takes out of the base when it loads this adapter: base - L @ R."""
-        if self._config.initialisation == "plain":
-            return None
+        if self._config.initialisation == "plain" or self.saved.is_replaced(module):
+            return None  # a matrix of the adapter's own was saved after the removal
+        if module == self._sites.head_path and self._sites.tied_head:
+            raise AdapterUnsupported(
+                f"init_lora_weights={self._config.initialisation} on a tied head changes the embedding too",
+                do="save the adapter with save_embedding_layers=True",
+            )
         if self._config.initialisation == "olora":
             q, r = torch.linalg.qr(weight)
             return q[:, :rank] * scaling, r[:rank]

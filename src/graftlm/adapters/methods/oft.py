@@ -16,7 +16,6 @@ from torch import Tensor
 from graftlm.adapters.config_values import read_count, read_flag, read_number
 from graftlm.adapters.methods.compiled import CompiledAdapter
 from graftlm.adapters.methods.each_module import compile_each_module
-from graftlm.adapters.methods.saved_modules import SavedModules
 from graftlm.adapters.module_tensors import ModuleTensors, check_shape
 from graftlm.adapters.patch_builder import PatchBuilder
 from graftlm.adapters.target_config import LAYER_FIELDS, ConfigFields, parse_target_config
@@ -71,7 +70,7 @@ def compile_oft(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeight
     config = parse_target_config(raw, FIELDS)
     rotation = _parse_rotation(raw)
 
-    def adapt(module: str, saved: SavedModules, builder: PatchBuilder) -> None:
+    def adapt(module: str, builder: PatchBuilder) -> None:
         number, size = rotation.blocks_of(base.sites.linears[module].in_features)
         vectors = tensors.require(module, ROLE).to(base.device).float()
         check_shape(f"{ROLE} of {module}", vectors, (1 if rotation.is_shared else number, size * (size - 1) // 2))

@@ -13,7 +13,6 @@ from torch import Tensor
 from graftlm.adapters.config_values import read_count, shown
 from graftlm.adapters.methods.compiled import CompiledAdapter
 from graftlm.adapters.methods.each_module import compile_each_module
-from graftlm.adapters.methods.saved_modules import SavedModules
 from graftlm.adapters.module_tensors import ModuleTensors, check_shape
 from graftlm.adapters.patch_builder import PatchBuilder
 from graftlm.adapters.target_config import ConfigFields, parse_target_config
@@ -42,7 +41,7 @@ def compile_road(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeigh
     if group_size == 0 or group_size % 2:
         raise AdapterCorrupt("adapter_config.json: group_size is not a positive even number", got=group_size)
 
-    def adapt(module: str, saved: SavedModules, builder: PatchBuilder) -> None:
+    def adapt(module: str, builder: PatchBuilder) -> None:
         out_features = base.sites.linears[module].out_features
         if out_features % group_size:
             raise AdapterIncompatible(

@@ -51,7 +51,9 @@ class SavedModules:
             roles = ["base_layer.weight", "token_adapter.base_layer.weight"]
             if saved or module in self._ends:
                 roles.insert(0, "weight")
-            if saved:
+            # ensure_weight_tying saves both ends, and names one of them.
+            tied = self._sites.tied_head and module in self._ends
+            if saved or (tied and any(is_saved(self._config, end) for end in self._ends)):
                 roles.insert(0, "modules_to_save.weight")
             found = [weight for role in roles if (weight := self._tensors.take(module, role)) is not None]
             if found:
@@ -77,6 +79,10 @@ class SavedModules:
             for builder in self._builders:
                 builder.transform_output(module, Affine(shift=shift))
                 builder.describe(module, "bias")
+
+    def is_replaced(self, module: str) -> bool:
+        """Whether the adapter brings a matrix of its own for a module."""
+        return module in self._replaced
 
     def weight(self, module: str) -> Tensor:
         """A linear module's matrix as this adapter has it, [out, in] float32."""

@@ -95,12 +95,12 @@ PROMISED: dict[str, tuple[Any, str]] = {
 def test_r014_r015_what_the_config_promises_must_be_in_the_weights(
     field: str, value: object, match: str, copy: Callable[..., Path], refuse: Callable[..., str]
 ) -> None:
-    refuse(copy(**{field: value}), AdapterError, match)
+    refuse(copy(**{field: value}), AdapterCorrupt, match)
 
 
 @pytest.mark.parametrize("bias", ["All", True, ["none"]], ids=str)
 def test_r015_an_unknown_bias_is_refused(bias: object, copy: Callable[..., Path], refuse: Callable[..., str]) -> None:
-    refuse(copy(bias=bias), AdapterError, "bias")
+    refuse(copy(bias=bias), AdapterCorrupt, "bias")
 
 
 @pytest.mark.parametrize("init", ["pissa_niter_16", "corda", "loftq", "lora_ga", "new", 3, ["eva"]], ids=str)

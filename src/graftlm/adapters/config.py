@@ -110,6 +110,12 @@ def parse_lora_config(raw: Mapping[str, Any]) -> LoraConfig:
         AdapterUnsupported: a field asks for something Graft does not serve, or is unknown and not empty.
         AdapterCorrupt: a field's value has the wrong type or range.
     """
+    invocation_token_ids = read_token_ids("alora_invocation_tokens", raw.get("alora_invocation_tokens"))
+    if invocation_token_ids and raw.get("task_type") is None:
+        raise AdapterUnsupported(
+            "adapter_config.json: alora_invocation_tokens without a task_type: PEFT never activates such an adapter",
+            allowed="task_type CAUSAL_LM",
+        )
     return LoraConfig(
         **vars(parse_target_config(raw, FIELDS)),
         rank=read_rank("r", raw.get("r"), default=8),
@@ -120,7 +126,7 @@ def parse_lora_config(raw: Mapping[str, Any]) -> LoraConfig:
         initialisation="kasa" if raw.get("kasa_config") else _initialisation(raw.get("init_lora_weights")),
         is_block_diagonal=bool(raw.get("use_bdlora")),
         token_indices=_token_indices(raw.get("trainable_token_indices")),
-        invocation_token_ids=read_token_ids("alora_invocation_tokens", raw.get("alora_invocation_tokens")),
+        invocation_token_ids=invocation_token_ids,
         rank_pattern=read_ranks(raw, "rank_pattern"),
         alpha_pattern=read_numbers(raw, "alpha_pattern"),
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from graftlm.adapters.adapter import BoundModule
+from graftlm.errors import AdapterCorrupt
 from graftlm.kernels.ops import LoraExpand, LoraUpdate
 from graftlm.layers.patch import (
     EmbeddingPatch,
@@ -75,7 +76,13 @@ class PatchBuilder:
         self._modules[path] = BoundModule(path=path, changes=changes, rank=rank, scaling=scaling)
 
     def add_low_rank(self, path: str, lora_a: Tensor, lora_b: Tensor) -> None:
-        """y += (x @ lora_a.T) @ lora_b.T. lora_a: [R, in], lora_b: [out, R], every scaling multiplied in."""
+        """y += (x @ lora_a.T) @ lora_b.T. lora_a: [R, in], lora_b: [out, R], every scaling multiplied in.
+
+        Raises:
+            AdapterCorrupt: a factor overflows float32 with its scaling.
+        """
+        if not (torch.isfinite(lora_a).all() and torch.isfinite(lora_b).all()):
+            raise AdapterCorrupt(f"lora_B of {path} times its scaling is not finite")
         self._linears[path].pairs.append((lora_a, lora_b))
 
     def transform_output(self, path: str, transform: OutputTransform) -> None:

@@ -102,8 +102,7 @@ class _LoraCompiler:
         return adapted
 
     def _adapt_linear(self, module: str, lora_a: Tensor, lora_b: Tensor) -> None:
-        weight = self.saved.weight(module)
-        out_features, in_features = weight.shape
+        out_features, in_features = self.saved.shape(module)
         if self._config.is_block_diagonal:
             lora_a, lora_b = _unblock(lora_a, in_features), _unblock(lora_b, lora_a.shape[0])
         rank = self._check_pair(module, lora_a, lora_b, out_features, in_features)
@@ -113,12 +112,12 @@ class _LoraCompiler:
             diagonal = self._tensors.require(module, "lora_diag").float()
             check_shape(f"lora_diag of {module}", diagonal, (rank,))
             factor_b = factor_b * diagonal
-        if (removed := self._removed_from_base(module, weight, rank, scaling)) is not None:
+        if (removed := self._removed_from_base(module, rank, scaling)) is not None:
             left, right = removed
             factor_a, factor_b = torch.cat([factor_a, right]), torch.cat([factor_b, -left], dim=1)
         changes = "LoRA"
         if (magnitude := self._magnitude(module, out_features)) is not None:
-            ratio = magnitude / (weight + factor_b @ factor_a).norm(dim=1)
+            ratio = magnitude / (self.saved.weight(module) + factor_b @ factor_a).norm(dim=1)
             factor_b = factor_b * ratio[:, None]
             bias = self._base.bias(module)
             # The bias is not scaled: (W x + b) * g + (b - b * g).
@@ -132,9 +131,7 @@ class _LoraCompiler:
         self.builder.add_low_rank(module, factor_a, factor_b)
         self.builder.describe(module, changes, rank=rank, scaling=scaling)
 
-    def _removed_from_base(
-        self, module: str, weight: Tensor, rank: int, scaling: float
-    ) -> tuple[Tensor, Tensor] | None:
+    def _removed_from_base(self, module: str, rank: int, scaling: float) -> tuple[Tensor, Tensor] | None:
         """Factors (L, R) of what PEFT takes out of the base when it loads this adapter: base - L @ R."""
         if self._config.initialisation == "plain" or self.saved.is_replaced(module):
             return None  # a matrix of the adapter's own was saved after the removal
@@ -143,6 +140,7 @@ class _LoraCompiler:
                 f"init_lora_weights={self._config.initialisation} on a tied head changes the embedding too",
                 do="save the adapter with save_embedding_layers=True",
             )
+        weight = self.saved.weight(module)
         if self._config.initialisation == "olora":
             q, r = torch.linalg.qr(weight)
             return q[:, :rank] * scaling, r[:rank]
@@ -240,7 +238,7 @@ class _LoraCompiler:
             raise AdapterCorrupt(
                 f"lora_A and lora_B of {module} do not form a pair",
                 got=f"{a_shape} and {b_shape}",
-                allowed="[rank, in] and [out, rank], rank at least 1 (empty or flat tensors are parts of a shard)",
+                allowed="[rank, in] and [out, rank], rank at least 1; empty or flat tensors are an incomplete shard",
             )
         if a_shape[1] != in_features or b_shape[0] != out_features:
             raise AdapterIncompatible(

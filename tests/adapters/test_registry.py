@@ -79,8 +79,8 @@ def test_the_files_may_change_or_go_once_an_adapter_is_loaded(llm: LLM, copy: Ca
 def test_r059_an_engine_with_one_bad_adapter_does_not_start_and_names_it(
     llama: Path, good: Path, copy: Callable[..., Path]
 ) -> None:
-    bad = copy(use_dora=True)
-    with pytest.raises(AdapterError, match="use_dora"):
+    bad = copy(layer_replication=[[0, 2]])
+    with pytest.raises(AdapterError, match="layer_replication"):
         LLM(llama, kv_cache_bytes=1 << 20, adapters={"good": good, "bad": bad, "other": good})
 
 

@@ -100,7 +100,9 @@ def test_r005_targets_that_match_nothing_of_the_weights_are_refused(
 ) -> None:
     adapter = make_even_adapter(untied.base, tmp_path / "adapter", target_modules=["q_proj"])
     edit_json(adapter / "adapter_config.json", target_modules=targets)
-    with pytest.raises(AdapterIncompatible, match=r"config does not target: model\.layers\.0\.self_attn\.q_proj"):
+    with pytest.raises(
+        AdapterIncompatible, match=r"model\.layers\.0\.self_attn\.q_proj, which the config does not target"
+    ):
         untied.llm.load_adapter("adapter", adapter)
     assert not untied.llm.adapters
 

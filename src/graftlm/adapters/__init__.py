@@ -1,7 +1,9 @@
 """PEFT adapters: reading them strictly, compiling them to patches, keeping the loaded ones by name."""
 
+from graftlm.adapters.activation import active_from
 from graftlm.adapters.adapter import Adapter, BoundModule
 from graftlm.adapters.load import load_adapter
 from graftlm.adapters.registry import AdapterRegistry
+from graftlm.adapters.weighted import AdapterChoice, choice_name
 
-__all__ = ["Adapter", "AdapterRegistry", "BoundModule", "load_adapter"]
+__all__ = ["Adapter", "AdapterChoice", "AdapterRegistry", "BoundModule", "active_from", "choice_name", "load_adapter"]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from graftlm.layers.patch import LinearPatch, Slot
+from graftlm.adapters.text import AdapterText
+from graftlm.layers.patch import ModelPatch
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundModule:
-    """One module the adapter changes. scaling: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
+    """One module the adapter changes.
+
+    changes: in words, such as ("LoRA", "DoRA"). rank: of its low-rank update, if it has one. scaling: alpha / rank, or
+    alpha / sqrt(rank) with rsLoRA.
+    """
 
     path: str
-    rank: int
-    scaling: float
+    changes: tuple[str, ...]
+    rank: int | None = None
+    scaling: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,6 +30,13 @@ class Adapter:
     method: PEFT's name for it, such as "LoRA" or "rsLoRA".
     modules: what it changes, in model order. bound and total count the file's tensors: they are equal, since an
         adapter with a tensor that nothing uses is refused.
+    patch: what it does to the model. dormant_patch: what it does before its invocation tokens (aLoRA); for all others
+        the same object.
+    invocation_token_ids: aLoRA's; the adapter is active from the start of their last occurrence in a prompt.
+    vocab_size: tokens it knows; None for as many as the base.
+    virtual_token_ids: ids beyond every vocabulary that stand before its prompts (prompt tuning).
+    parts: the adapters it is a weighted sum of; empty for one that was loaded.
+    text: its own tokenizer, chat template and end tokens, if it has any.
     created: unix seconds of loading.
     """
 
@@ -32,17 +44,23 @@ class Adapter:
     digest: str
     method: str
     modules: tuple[BoundModule, ...]
-    patches: Mapping[Slot, LinearPatch]
+    patch: ModelPatch
+    dormant_patch: ModelPatch
     bound: int
     total: int
     created: int
+    invocation_token_ids: tuple[int, ...] = ()
+    vocab_size: int | None = None
+    parts: tuple[Adapter, ...] = ()
+    text: AdapterText = field(default_factory=AdapterText)
+    virtual_token_ids: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """Memory its tensors take."""
-        return sum(patch.num_bytes for patch in self.patches.values())
+        return self.patch.num_bytes
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The different ranks among its modules, ascending."""
-        return tuple(sorted({module.rank for module in self.modules}))
+        return tuple(sorted({module.rank for module in self.modules if module.rank is not None}))

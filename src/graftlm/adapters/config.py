@@ -1,102 +1,105 @@
-"""adapter_config.json: every field is read or refused.
+"""adapter_config.json of a LoRA: every field is read or refused.
 
 Source of meanings and defaults: peft/tuners/lora/config.py (0.21).
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from graftlm.adapters.patterns import FULL_NAME, LAYER_INDEX, NAME_ENDING, check_pattern, pattern_match
-from graftlm.errors import AdapterCorrupt, AdapterUnsupported
-
-logger = logging.getLogger(__name__)
-
-# Fields that change nothing when the adapter is applied, whatever their value: provenance, training, initialisation.
-INERT_FIELDS = frozenset(
-    {
-        "peft_type",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "corda_config",
-        "eva_config",
-        "fan_in_fan_out",  # PEFT too goes by the layer's real type
-        "inference_mode",
-        "loftq_config",
-        "lora_dropout",
-        "lora_ga_config",
-        "megatron_config",
-        "megatron_core",
-        "peft_version",
-        "qalora_group_size",
-        "revision",
-    }
+from graftlm.adapters.config_values import (
+    first_match,
+    read_flag,
+    read_number,
+    read_numbers,
+    read_rank,
+    read_ranks,
+    read_token_ids,
+    shown,
 )
-# Fields whose meaningful values are not served yet: refused by name, fine when null, false, empty or "none".
-REFUSED_FIELDS = frozenset(
-    {
+from graftlm.adapters.target_config import LAYER_FIELDS, ConfigFields, TargetConfig, parse_target_config
+from graftlm.errors import AdapterUnsupported
+
+FIELDS = ConfigFields(
+    read=LAYER_FIELDS
+    | {
         "alora_invocation_tokens",
-        "arrow_config",
+        "alpha_pattern",
         "bias",
-        "ensure_weight_tying",
+        "exclude_modules",
+        "init_lora_weights",
         "kasa_config",
-        "layer_replication",
+        "lora_alpha",
         "lora_bias",
-        "modules_to_save",
-        "monteclora_config",
-        "target_parameters",
+        "r",
+        "rank_pattern",
         "trainable_token_indices",
         "use_bdlora",
         "use_dora",
-        "use_qalora",
-        "velora_config",
-    }
-)
-READ_FIELDS = frozenset(
-    {
-        "alpha_pattern",
-        "exclude_modules",
-        "init_lora_weights",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "r",
-        "rank_pattern",
-        "target_modules",
-        "task_type",
         "use_rslora",
-    }
+    },
+    # Training and initialisation.
+    inert=frozenset(
+        {
+            "corda_config",
+            "ensure_weight_tying",  # both ends of a tied pair are in the file
+            "eva_config",
+            "fan_in_fan_out",  # PEFT too goes by the layer's real type
+            "loftq_config",
+            "lora_dropout",
+            "lora_ga_config",
+            "megatron_config",
+            "megatron_core",
+            "monteclora_config",
+            "qalora_group_size",
+            "use_qalora",  # PEFT ignores it on bases that are not GPTQ
+            "velora_config",
+        }
+    ),
+    refused={
+        "arrow_config": "it routes tokens among several adapters",
+        "layer_replication": "it needs another stack of layers than the base's",
+        "target_parameters": "it adapts the parameters of expert layers",
+    },
 )
-# Initialisations that leave the base alone. PiSSA, OLoRA, CorDA and LoftQ change it, and are refused.
+# What loading does to the base. Everything that is not here is refused, with the reason in REFUSED_INITIALISATIONS.
 PLAIN_INITIALISATIONS = (True, False, None, "true", "gaussian", "orthogonal", "eva", "mica")
-# JSON integers have no limit, floats do.
-MAX_INTEGER = 1 << 63
+REFUSED_INITIALISATIONS = {
+    "corda": "PEFT itself cannot load it unconverted",
+    "loftq": "PEFT quantises the base again on loading, which cannot be reproduced",
+    "lora_ga": "PEFT loads it without the start point it was trained from, so the result is not what was trained",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
-    """What decides the arithmetic of a LoRA adapter. Patterns keep the file's order: the first match wins."""
+class LoraConfig(TargetConfig):
+    """What decides the arithmetic of a LoRA adapter. Patterns keep the file's order: the first match wins.
+
+    token_indices: module name -> rows it has of its own; the name "" stands for the input embedding.
+    invocation_token_ids: of an activated LoRA (arXiv 2504.12397); empty for all others.
+    """
 
     rank: int
     alpha: float
     use_rslora: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
-    target_modules: tuple[str, ...] | str | None
-    exclude_modules: tuple[str, ...] | str | None
-    layers_to_transform: tuple[int, ...]
-    layers_pattern: tuple[str, ...]
+    use_dora: bool
+    use_lora_bias: bool
+    initialisation: Literal["plain", "pissa", "olora", "kasa"]
+    is_block_diagonal: bool
+    token_indices: Mapping[str, tuple[int, ...]]
+    invocation_token_ids: tuple[int, ...]
 
     def rank_of(self, path: str) -> int:
-        return int(_first_match(self.rank_pattern, path, self.rank))
+        return int(first_match(self.rank_pattern, path, self.rank))
 
     def scaling_of(self, path: str, rank: int) -> float:
         """alpha / rank, or alpha / sqrt(rank) with rsLoRA (arXiv 2312.03732)."""
-        alpha = _first_match(self.alpha_pattern, path, self.alpha)
+        alpha = first_match(self.alpha_pattern, path, self.alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 
@@ -107,129 +110,45 @@ def parse_lora_config(raw: Mapping[str, Any]) -> LoraConfig:
         AdapterUnsupported: a field asks for something Graft does not serve, or is unknown and not empty.
         AdapterCorrupt: a field's value has the wrong type or range.
     """
-    peft_type = raw.get("peft_type")
-    if peft_type != "LORA":
-        raise AdapterUnsupported("this peft_type is not supported", got=_shown(peft_type), allowed="LORA")
-    if raw.get("task_type") not in (None, "CAUSAL_LM"):
+    invocation_token_ids = read_token_ids("alora_invocation_tokens", raw.get("alora_invocation_tokens"))
+    if invocation_token_ids and raw.get("task_type") is None:
         raise AdapterUnsupported(
-            "this task_type is not supported", got=_shown(raw["task_type"]), allowed="CAUSAL_LM, null"
+            "adapter_config.json: alora_invocation_tokens without a task_type: PEFT never activates such an adapter",
+            allowed="task_type CAUSAL_LM",
         )
-    for field in sorted(REFUSED_FIELDS):
-        if raw.get(field) and not (field == "bias" and raw[field] == "none"):
-            raise AdapterUnsupported(f"adapter_config.json: {field} is not supported", got=_shown(raw[field]))
-    initialisation = raw.get("init_lora_weights")
-    if initialisation not in PLAIN_INITIALISATIONS:
-        raise AdapterUnsupported(
-            "adapter_config.json: init_lora_weights names a method that changes the base",
-            got=_shown(initialisation),
-            do="save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA",
-        )
-    _check_unknown_fields(raw)
-    _check_layer_fields(raw)
     return LoraConfig(
-        rank=_rank("r", raw.get("r"), default=8),
-        alpha=_number("lora_alpha", raw.get("lora_alpha"), default=8.0),
-        use_rslora=_flag("use_rslora", raw.get("use_rslora")),
-        rank_pattern={key: _rank("rank_pattern", value) for key, value in _patterns(raw, "rank_pattern").items()},
-        alpha_pattern={key: _number("alpha_pattern", value) for key, value in _patterns(raw, "alpha_pattern").items()},
-        target_modules=_module_names(raw, "target_modules"),
-        exclude_modules=_module_names(raw, "exclude_modules") or None,
-        layers_to_transform=_layer_indices(raw.get("layers_to_transform")),
-        layers_pattern=_layers_pattern(raw.get("layers_pattern")),
+        **vars(parse_target_config(raw, FIELDS)),
+        rank=read_rank("r", raw.get("r"), default=8),
+        alpha=read_number("lora_alpha", raw.get("lora_alpha"), default=8.0),
+        use_rslora=read_flag("use_rslora", raw.get("use_rslora")),
+        use_dora=read_flag("use_dora", raw.get("use_dora")),
+        use_lora_bias=read_flag("lora_bias", raw.get("lora_bias")),
+        initialisation="kasa" if raw.get("kasa_config") else _initialisation(raw.get("init_lora_weights")),
+        is_block_diagonal=bool(raw.get("use_bdlora")),
+        token_indices=_token_indices(raw.get("trainable_token_indices")),
+        invocation_token_ids=invocation_token_ids,
+        rank_pattern=read_ranks(raw, "rank_pattern"),
+        alpha_pattern=read_numbers(raw, "alpha_pattern"),
     )
 
 
-def _shown(value: object) -> str:
-    """A value as it may stand in a message: a config can be megabytes."""
-    return repr(value)[:200]
+def _initialisation(value: object) -> Literal["plain", "pissa", "olora"]:
+    if value in PLAIN_INITIALISATIONS:
+        return "plain"
+    if value == "pissa":
+        return "pissa"
+    if value == "olora":
+        return "olora"
+    reason = REFUSED_INITIALISATIONS.get(str(value), "it is drawn anew on every load, or unknown")
+    raise AdapterUnsupported(
+        f"adapter_config.json: this init_lora_weights cannot be served: {reason}",
+        got=shown(value),
+        do="save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA",
+    )
 
 
-def _check_unknown_fields(raw: Mapping[str, Any]) -> None:
-    unknown = sorted(raw.keys() - INERT_FIELDS - REFUSED_FIELDS - READ_FIELDS)
-    meaningful = [field for field in unknown if raw[field]]
-    if meaningful:
-        raise AdapterUnsupported(
-            f"adapter_config.json has fields Graft does not know: {_shown(meaningful)}",
-            do="remove them if they do not matter when the adapter is applied",
-        )
-    if unknown:
-        logger.info("adapter_config.json: ignoring empty unknown fields %s", _shown(unknown))
-
-
-def _check_layer_fields(raw: Mapping[str, Any]) -> None:
-    # The same combinations PEFT refuses when a LoraConfig is made.
-    for field in ("layers_to_transform", "layers_pattern"):
-        if raw.get(field) and isinstance(raw.get("target_modules"), str):
-            raise AdapterCorrupt(
-                f"adapter_config.json: {field} needs target_modules to be a list", got=_shown(raw["target_modules"])
-            )
-    if raw.get("layers_pattern") and raw.get("layers_to_transform") is None:
-        raise AdapterCorrupt("adapter_config.json: layers_pattern needs layers_to_transform")
-
-
-def _first_match(patterns: Mapping[str, float], path: str, default: float) -> float:
-    for pattern, value in patterns.items():
-        if pattern_match(NAME_ENDING, pattern, path):
-            return value
-    return default
-
-
-def _rank(field: str, value: object, default: int | None = None) -> int:
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise AdapterCorrupt(
-            f"adapter_config.json: {field} is not a rank", got=_shown(value), allowed="an integer from 1"
-        )
-    return value
-
-
-def _number(field: str, value: object, default: float | None = None) -> float:
-    value = default if value is None else value
-    number = value if isinstance(value, float) or (isinstance(value, int) and abs(value) < MAX_INTEGER) else math.nan
-    if isinstance(value, bool) or not math.isfinite(number):
-        raise AdapterCorrupt(f"adapter_config.json: {field} is not a finite number", got=_shown(value))
-    return float(number)
-
-
-def _flag(field: str, value: object) -> bool:
-    if value is not None and not isinstance(value, bool):
-        raise AdapterCorrupt(f"adapter_config.json: {field} is not true or false", got=_shown(value))
-    return bool(value)
-
-
-def _patterns(raw: Mapping[str, Any], field: str) -> dict[str, Any]:
-    patterns = raw.get(field) or {}
-    if not isinstance(patterns, dict):
-        raise AdapterCorrupt(f"adapter_config.json: {field} is not an object", got=type(patterns).__name__)
-    for pattern in patterns:
-        check_pattern(field, NAME_ENDING, pattern)
-    return patterns
-
-
-def _module_names(raw: Mapping[str, Any], field: str) -> tuple[str, ...] | str | None:
-    names = raw.get(field)
-    if names is None:
-        return None
-    if isinstance(names, str):
-        if names.lower() != "all-linear":
-            check_pattern(field, FULL_NAME, names)
-        return names
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise AdapterCorrupt(f"adapter_config.json: {field} is not a string or a list of strings", got=_shown(names))
-    return tuple(names)
-
-
-def _layer_indices(value: object) -> tuple[int, ...]:
-    indices = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(index, int) and not isinstance(index, bool) for index in indices):
-        raise AdapterCorrupt("adapter_config.json: layers_to_transform is not made of layer indices", got=_shown(value))
-    return tuple(indices)
-
-
-def _layers_pattern(value: object) -> tuple[str, ...]:
-    patterns: list[Any] = [] if not value else value if isinstance(value, list) else [value]
-    if not all(isinstance(pattern, str) for pattern in patterns):
-        raise AdapterCorrupt("adapter_config.json: layers_pattern is not made of strings", got=_shown(value))
-    for pattern in patterns:
-        check_pattern("layers_pattern", LAYER_INDEX, pattern)
-    return tuple(patterns)
+def _token_indices(value: object) -> dict[str, tuple[int, ...]]:
+    if not value:
+        return {}
+    by_module = value if isinstance(value, dict) else {"": value}
+    return {str(name): read_token_ids("trainable_token_indices", indices) for name, indices in by_module.items()}

@@ -27,8 +27,6 @@ CONFIG_NAME = "adapter_config.json"
 SAFETENSORS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
 HUB_FILES = (CONFIG_NAME, SAFETENSORS_NAME, PICKLE_NAME)
-# A tokenizer of the adapter's own. Trainers save them habitually; they are reported, and not used yet.
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "added_tokens.json")
 MAX_CONFIG_BYTES = 4 << 20
 MAX_TENSOR_NAME_LEN = 500
 # safetensors' own limit on the JSON header.
@@ -54,13 +52,13 @@ class AdapterFiles:
     """An adapter as read from disk.
 
     tensors: the file's own names and dtypes, on the CPU.
-    digest: SHA-256 of config and weights. text_files: tokenizer files that lie beside them.
+    digest: SHA-256 of config and weights. folder: where they lie.
     """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     digest: str
-    text_files: tuple[str, ...]
+    folder: Path
 
 
 def find_adapter(source: str | Path) -> tuple[Path, Path]:
@@ -122,8 +120,7 @@ def read_adapter_files(source: str | Path, *, max_bytes: int, allow_pickle: bool
     else:
         tensors = _parse_safetensors(content, weights_path.name)
     _check_tensor_names(tensors, weights_path.name)
-    text_files = tuple(name for name in TEXT_FILES if (weights_path.parent / name).is_file())
-    return AdapterFiles(config=config, tensors=tensors, digest=digest, text_files=text_files)
+    return AdapterFiles(config=config, tensors=tensors, digest=digest, folder=weights_path.parent)
 
 
 def _check_tensor_names(tensors: Mapping[str, Tensor], file_name: str) -> None:

@@ -12,11 +12,16 @@ from torch import Tensor
 
 from graftlm.adapters.config import LoraConfig, parse_lora_config
 from graftlm.adapters.files import read_adapter_files
-from graftlm.adapters.tensor_names import PEFT_PREFIX
+from graftlm.adapters.methods import find_method
+from graftlm.adapters.module_tensors import PEFT_PREFIX
+from graftlm.adapters.text import TOKENIZER_FILES
 from graftlm.errors import AdapterError
 
 # Everything PEFT appends to a module's path, from the first such component on.
-_ROLE = re.compile(r"\.(lora_|token_adapter|modules_to_save|base_layer|original_module|weight$|bias$).*")
+_ROLE = re.compile(
+    r"\.((?:lora|vera|hada|lokr|miss|delora|vblora|gralora|hira|shira|c3a|fourierft|ia3|ln_tuning|oft|boft|road|hra)_"
+    r"|trainable_tokens_delta|token_adapter|modules_to_save|base_layer|original_module|weight$|bias$).*"
+)
 _INSPECTION_LIMIT = 64 << 30
 
 
@@ -75,14 +80,16 @@ def inspect_adapter(source: str | Path, *, allow_pickle: bool = False) -> Adapte
         trained_on=files.config.get("base_model_name_or_path"),
         peft_version=files.config.get("peft_version"),
         modules=_modules(files.tensors, config),
-        text_files=files.text_files,
+        text_files=tuple(name for name in TOKENIZER_FILES if (files.folder / name).is_file()),
         refusal=refusal,
     )
 
 
 def _parse(raw: Mapping[str, Any]) -> tuple[LoraConfig | None, str | None]:
+    """A LoRA's config, and what speaks against the adapter. Other methods read theirs together with the weights."""
     try:
-        return parse_lora_config(raw), None
+        find_method(raw.get("peft_type"))
+        return (parse_lora_config(raw) if raw["peft_type"] == "LORA" else None), None
     except AdapterError as error:
         return None, str(error)
 

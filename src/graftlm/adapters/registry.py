@@ -11,8 +11,10 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from weakref import WeakValueDictionary
 
 from graftlm.adapters.adapter import Adapter
+from graftlm.adapters.weighted import combine, is_weighted, parse_weighted
 from graftlm.errors import AdapterMemoryExceeded, AdapterNameInvalid, AdapterNameTaken, ModelNotFound
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -33,6 +35,7 @@ class AdapterRegistry:
         self._max_bytes = max_bytes
         self._by_name: dict[str, Adapter] = {}
         self._holds: Counter[Adapter] = Counter()
+        self._sums: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
         self._lock = threading.RLock()
 
     @property
@@ -91,36 +94,61 @@ class AdapterRegistry:
                 raise self._not_found(name)
 
     def resolve(self, model: str) -> str | None:
-        """The adapter a request's model name means; None for the base.
+        """The adapter, or weighted sum of adapters, that a request's model name means; None for the base.
 
         Raises:
             ModelNotFound: lists the names that would have been answered.
+            InvalidRequest: it looks like a weighted sum and is none.
         """
         if model == self._base_name:
             return None
-        if model in self._by_name:
-            return model
-        raise self._not_found(model)
+        for name in parse_weighted(model) if is_weighted(model) else [model]:
+            if name not in self._by_name:
+                raise self._not_found(name)
+        return model
 
-    def acquire(self, name: str) -> Adapter:
-        """The adapter of this name, held until `release`.
+    def get(self, model: str) -> Adapter:
+        """The adapter of this name, or the sum a weighted name stands for, without holding it.
 
         Raises:
-            ModelNotFound
+            ModelNotFound, InvalidRequest, AdapterUnsupported
         """
+        adapter = self.acquire(model)
+        self.release(adapter)
+        return adapter
+
+    def acquire(self, model: str) -> Adapter:
+        """The adapter of this name, or the sum that `a:0.7+b:0.3` stands for, held until `release`.
+
+        Raises:
+            ModelNotFound, InvalidRequest, AdapterUnsupported
+        """
+        weights = parse_weighted(model) if is_weighted(model) else {model: 1.0}
         with self._lock:
-            adapter = self._by_name.get(name)
-            if adapter is None:
-                raise self._not_found(name)
-            self._holds[adapter] += 1
+            parts = [(self._get(name), weight) for name, weight in weights.items()]
+            if not is_weighted(model):
+                adapter = parts[0][0]
+            else:
+                # Equal sums share one set of tensors for as long as a request holds it.
+                adapter = combine(model, parts)
+                adapter = self._sums.setdefault(adapter.digest, adapter)
+            for part in adapter.parts or (adapter,):
+                self._holds[part] += 1
             return adapter
 
     def release(self, adapter: Adapter) -> None:
         """Give one hold back."""
         with self._lock:
-            self._holds[adapter] -= 1
-            if self._holds[adapter] == 0:
-                del self._holds[adapter]
+            for part in adapter.parts or (adapter,):
+                self._holds[part] -= 1
+                if self._holds[part] == 0:
+                    del self._holds[part]
+
+    def _get(self, name: str) -> Adapter:
+        adapter = self._by_name.get(name)
+        if adapter is None:
+            raise self._not_found(name)
+        return adapter
 
     def num_holds(self, adapter: Adapter) -> int:
         return self._holds[adapter]

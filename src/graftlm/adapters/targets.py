@@ -5,30 +5,82 @@ Source: peft/tuners/tuners_utils.py, check_target_module_exists (0.21).
 
 from __future__ import annotations
 
-from graftlm.adapters.config import LoraConfig
+from collections.abc import Collection
+from dataclasses import replace
+
 from graftlm.adapters.patterns import ANY_LAYER_INDEX, FULL_NAME, LAYER_INDEX, pattern_match
-from graftlm.errors import AdapterUnsupported
+from graftlm.adapters.target_config import TargetConfig
+from graftlm.errors import AdapterIncompatible, AdapterUnsupported
 from graftlm.models.site import SiteMap
 
 
-def select_targets(config: LoraConfig, sites: SiteMap) -> frozenset[str]:
-    """Paths of the linear modules the config targets.
+def select_targets(config: TargetConfig, sites: SiteMap, adaptable: Collection[str]) -> frozenset[str]:
+    """Paths of the modules the config targets.
+
+    Args:
+        adaptable: the modules that the method is defined for.
 
     Raises:
-        AdapterUnsupported: it also targets a module Graft has no adapter for (an embedding, a norm).
+        AdapterUnsupported: it also targets others, as PEFT refuses to.
     """
     selected = frozenset(path for path in sites.module_paths if _is_target(config, path, sites))
-    unsupported = sorted(selected - sites.linears.keys())
+    unsupported = sorted(selected - set(adaptable))
     if unsupported:
         raise AdapterUnsupported(
-            f"target_modules names modules that are not linear layers: {', '.join(unsupported[:5])}",
-            do="train without them; adapters on embeddings and norms are not supported",
+            f"target_modules names modules that this method cannot adapt: {', '.join(unsupported[:5])}"
         )
     return selected
 
 
-def _is_target(config: LoraConfig, path: str, sites: SiteMap) -> bool:
+def with_default_targets(config: TargetConfig, defaults: tuple[str, ...]) -> TargetConfig:
+    """The config with a method's own default targets, if it names none.
+
+    Raises:
+        AdapterUnsupported: there is no default for this architecture.
+    """
+    if config.target_modules is not None:
+        return config
+    if not defaults:
+        raise AdapterUnsupported(
+            "adapter_config.json: target_modules is missing, and PEFT has no default of this method for this base"
+        )
+    return replace(config, target_modules=defaults)
+
+
+def check_target(config: TargetConfig, sites: SiteMap, targets: frozenset[str], module: str) -> None:
+    """Raise if a module that the weights hold is not a target.
+
+    PEFT ignores tensors of modules the config does not target; serving without them would be another adapter.
+
+    Raises:
+        AdapterIncompatible
+    """
+    # The other end of a tied pair is in the file alone (ensure_weight_tying).
+    tied_ends = {sites.embedding_path, sites.head_path}
+    if module in targets or (sites.tied_head and module in tied_ends and tied_ends & targets):
+        return
+    raise AdapterIncompatible(
+        f"the weights hold {module}, which the config does not target",
+        got=f"target_modules={config.target_modules!r}"[:200],
+        allowed=f"targets among the modules of this base, such as {next(iter(sites.linears))}",
+    )
+
+
+def is_saved(config: TargetConfig, path: str) -> bool:
+    """Whether `modules_to_save` covers a module, itself or through a module that holds it.
+
+    PEFT compares with a bare `endswith`, not at a dot: "norm" means every module whose name ends in norm.
+    Source: peft/utils/other.py, _set_trainable.
+    """
+    parts = path.split(".")
+    holders = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return any(holder.endswith(name) for name in config.modules_to_save for holder in holders)
+
+
+def _is_target(config: TargetConfig, path: str, sites: SiteMap) -> bool:
     targets = config.target_modules
+    if any(path == name or f".{path}.".find(f".{name}.") >= 0 for name in config.modules_to_save):
+        return False
     if config.exclude_modules is not None and _names(config.exclude_modules, path):
         return False
     if targets is None:

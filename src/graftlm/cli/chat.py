@@ -127,7 +127,7 @@ class Conversation:
         """
         system = [{"role": "system", "content": self._system}] if self._system else []
         messages = [*system, *self._messages, {"role": "user", "content": text}]
-        token_ids = await self._llm.apply_chat_template(messages)
+        token_ids = await self._llm.apply_chat_template(messages, adapter=self._adapter)
         stream = await self._llm.add_request({"prompt_token_ids": list(token_ids)}, self._params, adapter=self._adapter)
         said = ""
         try:

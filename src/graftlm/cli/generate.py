@@ -86,7 +86,7 @@ async def _answer(llm: AsyncLLM, job: Job, params: SamplingParams, *, chat: bool
     if not chat:
         return await llm.generate(job.prompt, params, adapter=job.adapter)
     messages = [{"role": "user", "content": job.prompt}]
-    token_ids = await llm.apply_chat_template(messages)
+    token_ids = await llm.apply_chat_template(messages, adapter=job.adapter)
     return await llm.generate({"prompt_token_ids": list(token_ids)}, params, adapter=job.adapter)
 
 

@@ -101,11 +101,10 @@ def _group(modules: tuple[ModuleReport, ...], *, every_module: bool) -> list[tup
 
 
 def _fit(adapter: str, base: str, *, allow_pickle: bool) -> str:
-    import torch
-
     from graftlm.adapters import load_adapter
     from graftlm.checkpoint import open_checkpoint
     from graftlm.errors import AdapterError
+    from graftlm.models.base_weights import CheckpointWeights
     from graftlm.models.build import read_sites
 
     checkpoint = open_checkpoint(base)
@@ -113,8 +112,7 @@ def _fit(adapter: str, base: str, *, allow_pickle: bool) -> str:
         loaded = load_adapter(
             "inspected",
             adapter,
-            read_sites(checkpoint),
-            device=torch.device("cpu"),
+            CheckpointWeights(checkpoint, read_sites(checkpoint)),
             max_bytes=2**62,
             allow_pickle=allow_pickle,
         )

@@ -15,7 +15,7 @@ class AnswerText:
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         self._request = request
-        self._detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, request.sent_token_ids)
         self._stops = StopStringFilter(request.params.stop)
 
     @property

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from graftlm.adapters import Adapter
+from graftlm.adapters import Adapter, AdapterChoice, choice_name
 from graftlm.config import EngineConfig
 from graftlm.engine.engine import Engine
 from graftlm.engine.job import Job
@@ -139,34 +139,46 @@ class AsyncLLM:
         """
         return self._open().registry.resolve(model)
 
-    async def tokenize(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text, as a prompt of it would have."""
-        return tuple(await asyncio.to_thread(self._open().tokenizer.encode, text))
+    async def tokenize(self, text: str, *, adapter: str | None = None) -> tuple[int, ...]:
+        """Token ids of a text, as a prompt of it would have.
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
-        return await asyncio.to_thread(self._open().tokenizer.decode, token_ids)
+        Raises:
+            ModelNotFound
+        """
+        return tuple(await asyncio.to_thread(self._open().tokenizer_of(adapter).encode, text))
+
+    async def detokenize(self, token_ids: Sequence[int], *, adapter: str | None = None) -> str:
+        """Text of token ids, special tokens left out.
+
+        Raises:
+            ModelNotFound
+        """
+        return await asyncio.to_thread(self._open().tokenizer_of(adapter).decode, token_ids)
 
     async def apply_chat_template(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+        self, messages: Sequence[Message], *, adapter: str | None = None, add_generation_prompt: bool = True
     ) -> tuple[int, ...]:
-        """Token ids of a conversation, by the model's chat template.
+        """Token ids of a conversation, by the adapter's own chat template or the model's.
 
         Raises:
             InvalidRequest: there is no template, or it refuses the messages.
+            ModelNotFound
         """
-        encode = self._open().tokenizer.encode_chat
+        encode = self._open().tokenizer_of(adapter).encode_chat
         return tuple(await asyncio.to_thread(encode, messages, add_generation_prompt=add_generation_prompt))
 
-    async def add_request(self, prompt: Prompt, params: SamplingParams, *, adapter: str | None = None) -> RequestStream:
+    async def add_request(
+        self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterChoice | None = None
+    ) -> RequestStream:
         """Check a request completely, queue it, and return the stream of its deltas.
 
         Raises:
             InvalidRequest, ContextLengthExceeded, ModelNotFound, EngineClosed
         """
         engine = self._open()
+        chosen = None if adapter is None else choice_name(adapter)
         # Tokenising a long text takes a while; the event loop must not wait for it.
-        making = asyncio.ensure_future(asyncio.to_thread(engine.make_job, prompt, params, adapter))
+        making = asyncio.ensure_future(asyncio.to_thread(engine.make_job, prompt, params, chosen))
         try:
             job = await asyncio.shield(making)
         except asyncio.CancelledError:
@@ -180,7 +192,9 @@ class AsyncLLM:
         self._commands.put(lambda: engine.core.add(job))
         return stream
 
-    async def generate(self, prompt: Prompt, params: SamplingParams, *, adapter: str | None = None) -> RequestOutput:
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterChoice | None = None
+    ) -> RequestOutput:
         """The complete answer to one prompt.
 
         Raises:
@@ -190,7 +204,7 @@ class AsyncLLM:
         return await stream.collect()
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams, *, adapter: str | None = None
+        self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterChoice | None = None
     ) -> AsyncIterator[RequestOutput]:
         """The answer in deltas; closing the iterator aborts the request.
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 
 import torch
 
+from graftlm.adapters import Adapter
 from graftlm.engine.scheduler import ScheduledSequence
 from graftlm.kernels import ops
 from graftlm.layers.batch import RaggedBatch
-from graftlm.layers.patch import LinearPatch, Segment, Slot
+from graftlm.layers.patch import ModelPatch, Segment
 
 
 def build_batch(
     sequences: Sequence[ScheduledSequence],
-    patches: Mapping[str, Mapping[Slot, LinearPatch]],
+    adapters: Mapping[str, Adapter],
     *,
     block_size: int,
     device: torch.device,
@@ -24,7 +24,7 @@ def build_batch(
 
     Args:
         sequences: those of one adapter next to each other.
-        patches: adapter digest -> what it does to each layer.
+        adapters: by digest.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -49,24 +49,31 @@ def build_batch(
             block_size=block_size,
             device=device,
         ),
-        segments=_segments(sequences, patches, [len(sequence.token_ids) for sequence in sequences]),
+        segments=_segments(sequences, adapters, [len(sequence.token_ids) for sequence in sequences]),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
-        logit_segments=_segments(sequences, patches, [sequence.num_logits for sequence in sequences]),
+        logit_segments=_segments(sequences, adapters, [sequence.num_logits for sequence in sequences]),
     )
 
 
 def _segments(
-    sequences: Sequence[ScheduledSequence],
-    patches: Mapping[str, Mapping[Slot, LinearPatch]],
-    row_counts: Sequence[int],
+    sequences: Sequence[ScheduledSequence], adapters: Mapping[str, Adapter], row_counts: Sequence[int]
 ) -> tuple[Segment, ...]:
-    """One segment per adapter that has rows; `row_counts` says how many each sequence contributes."""
-    segments = []
+    """Adjacent rows of one patch as one segment. Each sequence contributes its last `row_counts` rows."""
+    segments: list[Segment] = []
     start = 0
-    rows = zip(sequences, row_counts, strict=True)
-    for digest, members in groupby(rows, key=lambda member: member[0].adapter_digest):
-        stop = start + sum(count for _, count in members)
-        if digest is not None and stop > start:
-            segments.append(Segment(start=start, stop=stop, patches=patches[digest]))
-        start = stop
+    for sequence, count in zip(sequences, row_counts, strict=True):
+        if sequence.adapter_digest is not None:
+            adapter = adapters[sequence.adapter_digest]
+            dormant = min(max(sequence.active_from - (sequence.stop - count), 0), count)
+            _extend(segments, start, start + dormant, adapter.dormant_patch)
+            _extend(segments, start + dormant, start + count, adapter.patch)
+        start += count
     return tuple(segments)
+
+
+def _extend(segments: list[Segment], start: int, stop: int, patch: ModelPatch) -> None:
+    if start == stop:
+        return
+    if segments and segments[-1].stop == start and segments[-1].patch is patch:
+        start = segments.pop().start
+    segments.append(Segment(start=start, stop=stop, patch=patch))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from graftlm.adapters import Adapter, AdapterRegistry
+from graftlm.adapters import Adapter, AdapterRegistry, active_from
 from graftlm.engine.answer import describe_logprobs
 from graftlm.engine.block_pool import BlockId, BlockPool
 from graftlm.engine.executor import LocalExecutor
@@ -16,7 +16,6 @@ from graftlm.engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from graftlm.engine.request import Request
 from graftlm.engine.sampler import SampledToken, row_logprobs, sample
 from graftlm.engine.scheduler import ScheduledSequence, Scheduler, SchedulerOutput
-from graftlm.text import Tokenizer
 
 
 class EngineCore:
@@ -29,7 +28,6 @@ class EngineCore:
         executor: LocalExecutor,
         pool: BlockPool,
         registry: AdapterRegistry,
-        tokenizer: Tokenizer,
         block_size: int,
         max_num_batched_tokens: int,
     ) -> None:
@@ -37,7 +35,6 @@ class EngineCore:
         self._executor = executor
         self._pool = pool
         self._registry = registry
-        self._tokenizer = tokenizer
         self._block_size = block_size
         self._max_num_batched_tokens = max_num_batched_tokens
         self._jobs: dict[str, Job] = {}
@@ -105,13 +102,17 @@ class EngineCore:
 
     def logits(self, token_ids: Sequence[int], adapter: Adapter | None) -> Tensor:
         """Logits of every position of one sequence, [T, V] float32, outside any job."""
+        virtual: tuple[int, ...] = ()
         if adapter is not None:
             self._executor.hold_adapter(adapter)
-        blocks = self._pool.allocate(-(-len(token_ids) // self._block_size))
+            virtual = adapter.virtual_token_ids
+        computed = (*virtual, *token_ids)
+        blocks = self._pool.allocate(-(-len(computed) // self._block_size))
         try:
-            return torch.cat(
-                [self._executor.execute([sequence]) for sequence in self._whole_sequence(token_ids, blocks, adapter)]
+            rows = torch.cat(
+                [self._executor.execute([sequence]) for sequence in self._whole_sequence(computed, blocks, adapter)]
             )
+            return rows[len(virtual) :]
         finally:
             self._pool.free(blocks)
             if adapter is not None:
@@ -127,6 +128,7 @@ class EngineCore:
                 adapter_digest=None if adapter is None else adapter.digest,
                 token_ids=(chunk := tuple(token_ids[start : start + self._max_num_batched_tokens])),
                 start=start,
+                active_from=active_from(token_ids, adapter),
                 block_table=tuple(blocks),
                 num_logits=len(chunk),
             )
@@ -157,11 +159,11 @@ class EngineCore:
         job = self._job_of_request[request.request_id]
         prompt, recorded = job.prompt_token_ids, job.prompt_logprobs
         if not recorded:
-            recorded.append(TokenLogprob(token_id=prompt[0], text=self._tokenizer.token_text(prompt[0]), logprob=None))
-        for position, row in enumerate(rows, start + 1):
+            recorded.append(TokenLogprob(token_id=prompt[0], text=job.tokenizer.token_text(prompt[0]), logprob=None))
+        for position, row in enumerate(rows, start + 1 - request.num_virtual_tokens):
             if position == len(recorded) and position < len(prompt):
                 described = row_logprobs(row.log_softmax(dim=-1), prompt[position], request.params.prompt_logprobs or 0)
-                recorded.append(describe_logprobs(prompt[position], described, self._tokenizer))
+                recorded.append(describe_logprobs(prompt[position], described, job.tokenizer))
 
     def _answer(self, job: Job, request: Request, token: SampledToken | None) -> CompletionOutput:
         """The delta of an answer that got a token, or that ended without one (max_tokens 0)."""
@@ -175,7 +177,7 @@ class EngineCore:
             text += answer.flush()
         logprobs = None
         if token is not None and token.logprobs is not None:
-            logprobs = (describe_logprobs(token.token_id, token.logprobs, self._tokenizer),)
+            logprobs = (describe_logprobs(token.token_id, token.logprobs, job.tokenizer),)
         return delta(request, text, () if token is None else (token.token_id,), logprobs)
 
     def _report(self, job: Job, deltas: Sequence[CompletionOutput]) -> RequestOutput:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graftlm.adapters import Adapter, AdapterRegistry, load_adapter
+from graftlm.adapters.text import AdapterTexts
 from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
 from graftlm.engine.block_pool import BlockPool
@@ -23,6 +24,7 @@ from graftlm.engine.sampling_params import SamplingParams
 from graftlm.engine.scheduler import Scheduler
 from graftlm.errors import CheckpointError, ConfigurationError
 from graftlm.layers.kv_cache import KVCache, kv_bytes_per_token
+from graftlm.models.base_weights import DecoderWeights
 from graftlm.models.build import build_decoder
 from graftlm.models.decoder import Decoder
 from graftlm.text import Tokenizer, load_tokenizer
@@ -49,16 +51,16 @@ class Engine:
         checkpoint = open_checkpoint(config.model)
         decoder = build_decoder(checkpoint, dtype=_dtype(config.dtype, checkpoint), device=device)
         self.tokenizer = load_tokenizer(*checkpoint.tokenizer_files)
-        # An id beyond the vocabulary is never sampled, and must not reach the logits when end tokens are held off.
-        end_token_ids = _end_token_ids(checkpoint, self.tokenizer) & frozenset(range(decoder.vocab_size))
+        end_token_ids = _end_token_ids(checkpoint, self.tokenizer)
         checkpoint.close()
         num_blocks = _num_blocks(config, decoder)
         self.max_model_len = _max_model_len(config, decoder, num_blocks)
         self.registry = AdapterRegistry(base_name=self.model_name, max_bytes=config.adapter_memory_bytes)
         self.vocab_size = decoder.vocab_size
-        self._sites = decoder.sites
-        self._device = device
-        self.core = _core(config, decoder, num_blocks, self.registry, self.tokenizer)
+        self._base = DecoderWeights(decoder)
+        folder, gguf_file = checkpoint.tokenizer_files
+        self._texts = AdapterTexts(self.tokenizer, folder if gguf_file is None else None)
+        self.core = _core(config, decoder, num_blocks, self.registry)
         self._checker = PromptChecker(
             self.tokenizer,
             vocab_size=decoder.vocab_size,
@@ -82,13 +84,22 @@ class Engine:
         adapter = load_adapter(
             name,
             source,
-            self._sites,
-            device=self._device,
+            self._base,
             max_bytes=self.registry.free_bytes,
             allow_pickle=self.config.allow_pickle,
+            texts=self._texts,
         )
         self.registry.add(adapter)
         return adapter
+
+    def tokenizer_of(self, adapter: str | None) -> Tokenizer:
+        """The tokenizer that serves an adapter, or the base.
+
+        Raises:
+            ModelNotFound
+        """
+        own = None if adapter is None else self.registry.get(adapter).text.tokenizer
+        return self.tokenizer if own is None else own
 
     def unload_adapter(self, name: str) -> None:
         """Take an adapter's name away. Running jobs finish with it; its memory returns with the last of them.
@@ -124,18 +135,15 @@ class Engine:
         Raises:
             InvalidRequest, ContextLengthExceeded, ModelNotFound
         """
-        token_ids = self._checker.token_ids(prompt)
         held = None if adapter is None else self.registry.acquire(adapter)
         try:
-            return self.core.logits(token_ids, held)
+            return self.core.logits(self._checker.token_ids(prompt, held), held)
         finally:
             if held is not None:
                 self.registry.release(held)
 
 
-def _core(
-    config: EngineConfig, decoder: Decoder, num_blocks: int, registry: AdapterRegistry, tokenizer: Tokenizer
-) -> EngineCore:
+def _core(config: EngineConfig, decoder: Decoder, num_blocks: int, registry: AdapterRegistry) -> EngineCore:
     pool = BlockPool(num_blocks)
     cache = KVCache(
         decoder.kv_shapes,
@@ -156,7 +164,6 @@ def _core(
         executor=LocalExecutor(decoder, cache),
         pool=pool,
         registry=registry,
-        tokenizer=tokenizer,
         block_size=config.block_size,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )

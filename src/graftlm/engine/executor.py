@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from graftlm.engine.batch_builder import build_batch
 from graftlm.engine.block_pool import BlockId
 from graftlm.engine.scheduler import ScheduledSequence
 from graftlm.layers.kv_cache import KVCache
-from graftlm.layers.patch import LinearPatch, Slot
 from graftlm.models.decoder import Decoder
 
 
@@ -23,26 +22,26 @@ class LocalExecutor:
     def __init__(self, decoder: Decoder, cache: KVCache) -> None:
         self._decoder = decoder
         self._cache = cache
-        self._patches: dict[str, Mapping[Slot, LinearPatch]] = {}
+        self._adapters: dict[str, Adapter] = {}
         self._users: Counter[str] = Counter()
 
     def hold_adapter(self, adapter: Adapter) -> None:
         """Keep an adapter for one more user. Equal digests are equal weights, under whatever name."""
-        self._patches.setdefault(adapter.digest, adapter.patches)
+        self._adapters.setdefault(adapter.digest, adapter)
         self._users[adapter.digest] += 1
 
     def release_adapter(self, adapter: Adapter) -> None:
         """One user fewer; the last one takes the weights along."""
         self._users[adapter.digest] -= 1
         if self._users[adapter.digest] == 0:
-            del self._users[adapter.digest], self._patches[adapter.digest]
+            del self._users[adapter.digest], self._adapters[adapter.digest]
 
     @torch.inference_mode()
     def execute(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
         """Compute the sequences' tokens; logits of the rows that want them, [N, V] float32, in the given order."""
         if begun := [block for sequence in sequences if (block := self._begun_block(sequence)) is not None]:
             self._cache.clear(begun)
-        batch = build_batch(sequences, self._patches, block_size=self._cache.block_size, device=self._decoder.device)
+        batch = build_batch(sequences, self._adapters, block_size=self._cache.block_size, device=self._decoder.device)
         return self._decoder(batch, self._cache)
 
     def _begun_block(self, sequence: ScheduledSequence) -> BlockId | None:

@@ -8,14 +8,17 @@ from graftlm.adapters import Adapter
 from graftlm.engine.answer import AnswerText
 from graftlm.engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from graftlm.engine.request import Request
+from graftlm.text import Tokenizer
 
 
 @dataclass(kw_only=True, eq=False)
 class Job:
     """What the engine core runs and reports on.
 
+    prompt_token_ids: as sent, without the adapter's virtual tokens.
     adapter: held in the registry by whoever made the job, until the core retires it.
-    texts: one per request. prompt_logprobs: grows while the prompt is computed, if it was asked for.
+    tokenizer: the adapter's own, or the base's. texts: one per request.
+    prompt_logprobs: grows while the prompt is computed, if it was asked for.
     """
 
     job_id: str
@@ -24,6 +27,7 @@ class Job:
     requests: tuple[Request, ...]
     texts: tuple[AnswerText, ...]
     adapter: Adapter | None
+    tokenizer: Tokenizer
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_was_reported: bool = False
 

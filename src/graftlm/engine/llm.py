@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graftlm.adapters import Adapter
+from graftlm.adapters import Adapter, AdapterChoice, choice_name
 from graftlm.config import EngineConfig
 from graftlm.engine.engine import Engine
 from graftlm.engine.memory import return_free_memory
@@ -61,21 +61,22 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        adapter: str | Sequence[str | None] | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
     ) -> list[RequestOutput]:
         """Answers to all prompts, computed together in one running batch, in the prompts' order.
 
         Args:
             prompts: text, or `{"prompt_token_ids": [...]}`; one or several.
             params: one for all prompts, or one for each.
-            adapter: a name or None (the base) for all prompts, or one for each.
+            adapter: a name, weights by name (a sum of several adapters) or None (the base), for all prompts or each.
 
         Raises:
             InvalidRequest, ContextLengthExceeded, ModelNotFound: nothing is generated then.
         """
         many = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         each_params = _one_each(params or SamplingParams(), len(many), "params", SamplingParams)
-        each_adapter = _one_each(adapter, len(many), "adapter", str | None)
+        choices = _one_each(adapter, len(many), "adapter", object)
+        each_adapter = [None if choice is None else choice_name(choice) for choice in choices]
         with self._running() as engine:
             jobs = []
             try:
@@ -101,9 +102,9 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        adapter: str | Sequence[str | None] | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or several, rendered by the model's chat template.
+        """Answers to one conversation or several, rendered by the adapter's own chat template or the model's.
 
         Raises:
             InvalidRequest: the model has no template, or the template refuses the messages.
@@ -111,20 +112,23 @@ class LLM:
         if not messages:
             raise InvalidRequest("there are no messages", param="messages")
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        tokenizer = self._open().tokenizer
-        prompts: list[Prompt] = [
-            {"prompt_token_ids": tokenizer.encode_chat(conversation)} for conversation in conversations
-        ]
+        choices = _one_each(adapter, len(conversations), "adapter", object)
+        prompts: list[Prompt] = []
+        for conversation, choice in zip(conversations, choices, strict=True):
+            tokenizer = self._open().tokenizer_of(None if choice is None else choice_name(choice))
+            prompts.append({"prompt_token_ids": tokenizer.encode_chat(conversation)})
         return self.generate(prompts, params, adapter=adapter)
 
-    def logits(self, token_ids: Sequence[int], *, adapter: str | None = None) -> Tensor:
+    def logits(self, token_ids: Sequence[int], *, adapter: AdapterChoice | None = None) -> Tensor:
         """Logits of every position, [T, V] float32: row t predicts token t + 1.
 
         Raises:
             InvalidRequest, ContextLengthExceeded, ModelNotFound
         """
         with self._running() as engine:
-            return engine.token_logits({"prompt_token_ids": token_ids}, adapter)
+            return engine.token_logits(
+                {"prompt_token_ids": token_ids}, None if adapter is None else choice_name(adapter)
+            )
 
     def load_adapter(self, name: str, path: str | Path) -> Adapter:
         """Load a PEFT adapter from a folder, weights file or hub id; it answers to `name` from now on.

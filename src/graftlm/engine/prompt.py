@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
-from graftlm.adapters import Adapter
+from graftlm.adapters import Adapter, active_from
 from graftlm.engine.answer import AnswerText
 from graftlm.engine.job import Job
 from graftlm.engine.request import Request
@@ -39,8 +39,9 @@ class PromptChecker:
         self._max_model_len = max_model_len
         self._end_token_ids = end_token_ids
 
-    def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """The prompt's ids, checked: at least one, all in the vocabulary, fewer than the context holds.
+    def token_ids(self, prompt: Prompt, adapter: Adapter | None) -> tuple[int, ...]:
+        """The prompt's ids, checked: at least one, all in the adapter's vocabulary, and together with the adapter's
+        virtual tokens, which are not among them, no more than the context holds.
 
         Raises:
             InvalidRequest, ContextLengthExceeded
@@ -48,7 +49,7 @@ class PromptChecker:
         if isinstance(prompt, str):
             if len(prompt) > self._max_model_len * _MAX_CHARACTERS_PER_TOKEN:
                 raise self._too_long(f"a prompt of {len(prompt)} characters")
-            token_ids = tuple(self._tokenizer.encode(prompt))
+            token_ids = tuple(self._tokenizer_of(adapter).encode(prompt))
         elif isinstance(prompt, dict) and isinstance(prompt.get("prompt_token_ids"), Iterable):
             token_ids = tuple(prompt["prompt_token_ids"])
         else:
@@ -60,10 +61,12 @@ class PromptChecker:
             )
         if not token_ids:
             raise InvalidRequest("the prompt is empty", param="prompt", do="send at least one token")
-        if len(token_ids) > self._max_model_len:
-            raise self._too_long(f"a prompt of {len(token_ids)} tokens")
+        virtual = () if adapter is None else adapter.virtual_token_ids
+        if len(virtual) + len(token_ids) > self._max_model_len:
+            raise self._too_long(_prompt_size(len(token_ids), len(virtual)))
+        vocab_size = self._vocab_size_of(adapter)
         for token_id in token_ids:
-            self._check_token_id(token_id, "prompt")
+            self._check_token_id(token_id, "prompt", vocab_size)
         return token_ids
 
     def job(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None) -> Job:
@@ -72,24 +75,31 @@ class PromptChecker:
         Raises:
             InvalidRequest, ContextLengthExceeded
         """
-        token_ids = self.token_ids(prompt)
+        token_ids = self.token_ids(prompt, adapter)
+        vocab_size = self._vocab_size_of(adapter)
         for field in ("logit_bias", "stop_token_ids"):
             for token_id in getattr(params, field):
-                self._check_token_id(token_id, field)
-        max_tokens = self._max_tokens(len(token_ids), params)
+                self._check_token_id(token_id, field, vocab_size)
+        virtual = () if adapter is None else adapter.virtual_token_ids
+        max_tokens = self._max_tokens(len(token_ids), len(virtual), params)
+        tokenizer = self._tokenizer_of(adapter)
         job_id = uuid.uuid4().hex
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_token_ids)
+        end_token_ids = frozenset() if params.ignore_eos else self._end_token_ids_of(adapter)
+        stop_token_ids = frozenset(params.stop_token_ids) | end_token_ids
+        start = active_from(token_ids, adapter)
         requests = tuple(
             Request(
                 request_id=f"{job_id}-{index}",
                 index=index,
-                prompt_token_ids=token_ids,
+                prompt_token_ids=(*virtual, *token_ids),
                 params=params,
                 max_tokens=max_tokens,
                 stop_token_ids=stop_token_ids,
                 seed=seed,
                 adapter_digest=None if adapter is None else adapter.digest,
+                active_from=start,
+                num_virtual_tokens=len(virtual),
             )
             for index in range(params.n)
         )
@@ -98,26 +108,40 @@ class PromptChecker:
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
             requests=requests,
-            texts=tuple(AnswerText(request, self._tokenizer) for request in requests),
+            texts=tuple(AnswerText(request, tokenizer) for request in requests),
             adapter=adapter,
+            tokenizer=tokenizer,
         )
 
-    def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
+    def _max_tokens(self, prompt_len: int, num_virtual: int, params: SamplingParams) -> int:
         """Tokens to generate: what was asked for, or what is left of the context."""
-        left = self._max_model_len - prompt_len
+        left = self._max_model_len - prompt_len - num_virtual
         wanted = left if params.max_tokens is None else params.max_tokens
         if wanted > left or (params.max_tokens is None and left == 0):
-            raise self._too_long(f"{prompt_len} prompt tokens and {max(wanted, 1)} to generate")
+            raise self._too_long(f"{_prompt_size(prompt_len, num_virtual)} and {max(wanted, 1)} to generate")
         return wanted
 
-    def _check_token_id(self, token_id: object, param: str) -> None:
-        valid = isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < self._vocab_size
+    def _tokenizer_of(self, adapter: Adapter | None) -> Tokenizer:
+        own = None if adapter is None else adapter.text.tokenizer
+        return self._tokenizer if own is None else own
+
+    def _end_token_ids_of(self, adapter: Adapter | None) -> frozenset[int]:
+        """Ids beyond the vocabulary are left out: they are never sampled, and must not reach the logits."""
+        own = None if adapter is None else adapter.text.end_token_ids
+        ids = self._end_token_ids if own is None else own
+        return ids & frozenset(range(self._vocab_size_of(adapter)))
+
+    def _vocab_size_of(self, adapter: Adapter | None) -> int:
+        return self._vocab_size if adapter is None or adapter.vocab_size is None else adapter.vocab_size
+
+    def _check_token_id(self, token_id: object, param: str, vocab_size: int) -> None:
+        valid = isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < vocab_size
         if not valid:
             raise InvalidRequest(
                 f"{param} holds something that is not a token id of this model",
                 param=param,
                 got=repr(token_id),
-                allowed=f"integers from 0 to {self._vocab_size - 1}",
+                allowed=f"integers from 0 to {vocab_size - 1}",
             )
 
     def _too_long(self, got: str) -> ContextLengthExceeded:
@@ -127,3 +151,8 @@ class PromptChecker:
             got=got,
             do="shorten the prompt or lower max_tokens",
         )
+
+
+def _prompt_size(num_tokens: int, num_virtual: int) -> str:
+    virtual = f", {num_virtual} virtual tokens of its adapter" if num_virtual else ""
+    return f"a prompt of {num_tokens} tokens{virtual}"

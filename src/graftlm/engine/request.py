@@ -15,7 +15,10 @@ class Request:
 
     request_id: unique among answers; a prompt with n answers is n requests.
     index: which of the n answers this is.
+    prompt_token_ids: what is computed before the answer, the adapter's virtual tokens first.
+    num_virtual_tokens: how many of those are virtual: nobody sent them, they have no text and are never chosen.
     adapter_digest: which adapter computes it; None is the base.
+    active_from: position from which the adapter is active: 0 but for an activated LoRA.
     stop_token_ids: ids that end it, the model's own end tokens included.
     max_tokens: most tokens to generate, resolved against the context.
     num_computed_tokens: how many of its tokens have keys and values in `block_table`.
@@ -30,11 +33,18 @@ class Request:
     stop_token_ids: frozenset[int]
     seed: int
     adapter_digest: str | None = None
+    active_from: int = 0
+    num_virtual_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     block_table: list[BlockId] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+
+    @property
+    def sent_token_ids(self) -> tuple[int, ...]:
+        """The prompt without its virtual tokens."""
+        return self.prompt_token_ids[self.num_virtual_tokens :]
 
     @property
     def num_tokens(self) -> int:

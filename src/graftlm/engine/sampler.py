@@ -80,7 +80,7 @@ def _adjust(logits: Tensor, request: Request) -> None:
         ids = torch.tensor(list(params.logit_bias), device=logits.device)
         logits[ids] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=logits.device)
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*request.prompt_token_ids, *request.output_token_ids}), device=logits.device)
+        seen = torch.tensor(sorted({*request.sent_token_ids, *request.output_token_ids}), device=logits.device)
         values = logits[seen]
         penalty = params.repetition_penalty
         # Finite, whatever the penalty: the difference of two infinities would be NaN for the whole row.

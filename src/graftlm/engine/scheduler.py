@@ -24,13 +24,15 @@ NOT_A_NUMBER = "the model's output is not a number"
 class ScheduledSequence:
     """Tokens of one request to compute now.
 
-    start: position of the first of them. num_logits: how many of the last rows need logits; 0 when the prompt goes on.
+    start: position of the first of them. active_from: position from which the adapter is active.
+    num_logits: how many of the last rows need logits; 0 when the prompt goes on.
     """
 
     request_id: str
     adapter_digest: str | None
     token_ids: tuple[int, ...]
     start: int
+    active_from: int
     block_table: tuple[BlockId, ...]
     num_logits: int
 
@@ -220,6 +222,7 @@ class Scheduler:
             adapter_digest=request.adapter_digest,
             token_ids=request.tokens(start, start + count),
             start=start,
+            active_from=request.active_from,
             block_table=tuple(request.block_table),
             num_logits=count if request.wants_prompt_logits else int(completes),
         )

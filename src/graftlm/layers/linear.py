@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from graftlm.kernels import ops
-from graftlm.layers.patch import Segment, Slot
+from graftlm.layers.patch import LinearPatch, PartOverride, Segment, Slot
 from graftlm.quantization import Weight
 
 
@@ -22,11 +22,48 @@ class Linear:
     def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
         """x: [T, in] -> [T, out]."""
         out = self.weight.matmul(x, self.bias)
-        updates = [
-            ops.LoraSegment(segment.start, segment.stop, patch.low_rank)
-            for segment in segments
-            if (patch := segment.patches.get(self.slot)) is not None
-        ]
-        if updates:
-            ops.lora(out, x, updates)
+        apply_patches(
+            out,
+            x,
+            (
+                (segment.start, segment.stop, patch)
+                for segment in segments
+                if (patch := segment.patch.linears.get(self.slot)) is not None
+            ),
+        )
         return out
+
+
+def apply_patches(out: Tensor, x: Tensor, patched: Iterable[tuple[int, int, LinearPatch]]) -> None:
+    """Change the rows of a base result that carry a patch, in place.
+
+    Args:
+        out: [T, out], the base's result with its bias. x: [T, in].
+        patched: (start, stop, patch) of each segment.
+    """
+    updates = []
+    for start, stop, patch in patched:
+        _override(out[start:stop], x[start:stop], patch.overrides)
+        if patch.outputs:
+            _transform(out[start:stop], x[start:stop], patch)
+        elif patch.low_rank is not None:
+            updates.append(ops.LoraSegment(start, stop, patch.low_rank))
+    if updates:
+        ops.lora(out, x, updates)
+
+
+def _override(out: Tensor, x: Tensor, overrides: Iterable[PartOverride]) -> None:
+    for override in overrides:
+        inputs = x if override.transform is None else override.transform(x)
+        out[:, override.out_start : override.out_stop] = override.weight.matmul(inputs, override.bias)
+
+
+def _transform(out: Tensor, x: Tensor, patch: LinearPatch) -> None:
+    """Output transforms, then the update, in float32 and rounded once: what PEFT does for a single adapter."""
+    exact = out.float()
+    for part in patch.outputs:
+        part.transform.apply(exact[:, part.out_start : part.out_stop])
+    if patch.low_rank is not None:
+        ops.lora(exact, x, [ops.LoraSegment(0, len(exact), patch.low_rank)])
+    if exact is not out:
+        out.copy_(exact)

@@ -1,35 +1,170 @@
-"""What an adapter does to one layer: the run-time form of the adapter algebra (DESIGN §6).
+"""What an adapter does to a model: the run-time form of the adapter algebra.
 
-`adapters/` compiles PEFT's methods to these; the layers apply them and never ask which method it was.
+`adapters/` compiles PEFT's methods to these; the layers apply them and never ask which method it was. Per linear layer:
+
+    y = post(W' pre(x) + b') + low_rank(x)
+
+with everything absent by default. Anything absent costs nothing; nothing here ever writes to the base's weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NewType
+from dataclasses import dataclass, field
+from typing import NewType, Protocol
+
+from torch import Tensor
 
 from graftlm.kernels.ops import LoraUpdate
+from graftlm.quantization import Weight
 
 # Name of a layer that can be patched, such as "layers.3.qkv"; unique in a model.
 Slot = NewType("Slot", str)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinearPatch:
-    """What an adapter does to one linear layer: y = W x + b + low_rank(x)."""
+class InputTransform(Protocol):
+    """What happens to a layer's input before the weight (IA3's feed-forward scale, OFT's rotation)."""
 
-    low_rank: LoraUpdate
+    @property
+    def num_bytes(self) -> int: ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, in] -> [T, in], x unchanged."""
+        ...
+
+
+class OutputTransform(Protocol):
+    """What happens to the output after the base's weight and bias (DoRA's scale, a replaced bias, RoAd's rotation)."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def apply(self, out: Tensor) -> None:
+        """out: [T, n], changed in place."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartOverride:
+    """Output columns [out_start, out_stop) computed anew: `weight` (the base's own rows, or the adapter's) times the
+    transformed input, plus `bias`."""
+
+    out_start: int
+    out_stop: int
+    weight: Weight
+    bias: Tensor | None = None
+    transform: InputTransform | None = None
+    # Rows of the base cost the adapter nothing.
+    owned: bool = True
 
     @property
     def num_bytes(self) -> int:
-        return self.low_rank.num_bytes
+        weight = self.weight.num_bytes if self.owned else 0
+        return weight + _bytes(self.bias) + (0 if self.transform is None else self.transform.num_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartTransform:
+    """Output columns [out_start, out_stop) transformed in place."""
+
+    out_start: int
+    out_stop: int
+    transform: OutputTransform
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearPatch:
+    """One linear layer. Order: overrides, then output transforms, then the low-rank update."""
+
+    overrides: tuple[PartOverride, ...] = ()
+    outputs: tuple[PartTransform, ...] = ()
+    low_rank: LoraUpdate | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return (
+            sum(override.num_bytes for override in self.overrides)
+            + sum(output.transform.num_bytes for output in self.outputs)
+            + (0 if self.low_rank is None else self.low_rank.num_bytes)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplacedRows:
+    """Rows of an embedding or head that an adapter has its own values for. ids: [n] int64, ascending, different.
+    values: [n, E]."""
+
+    ids: Tensor
+    values: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.ids.nbytes + self.values.nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingPatch:
+    """The token embedding: e(t) = scale * (table[t] + shrink[t] @ expand), then replaced rows.
+
+    table: [V', E], instead of the base's. shrink: [V', R], expand: [R, E], float32. scale: [E] (DoRA), float32.
+    """
+
+    table: Tensor | None = None
+    shrink: Tensor | None = None
+    expand: Tensor | None = None
+    scale: Tensor | None = None
+    rows: ReplacedRows | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        dense = (self.table, self.shrink, self.expand, self.scale)
+        return sum(_bytes(tensor) for tensor in dense) + (0 if self.rows is None else self.rows.num_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadPatch:
+    """The output head: a linear patch over the adapter's vocabulary, then replaced rows.
+
+    vocab_size: rows the adapter's head has when they are not the base's number; the patch then computes all of them,
+    and logits beyond are -inf.
+    """
+
+    linear: LinearPatch = field(default_factory=LinearPatch)
+    vocab_size: int | None = None
+    rows: ReplacedRows | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.linear.num_bytes + (0 if self.rows is None else self.rows.num_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPatch:
+    """Everything an adapter does. norms: slot -> the weight used instead, [E]."""
+
+    linears: Mapping[Slot, LinearPatch] = field(default_factory=dict)
+    norms: Mapping[Slot, Tensor] = field(default_factory=dict)
+    embedding: EmbeddingPatch | None = None
+    head: HeadPatch | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return (
+            sum(patch.num_bytes for patch in self.linears.values())
+            + sum(weight.nbytes for weight in self.norms.values())
+            + (0 if self.embedding is None else self.embedding.num_bytes)
+            + (0 if self.head is None else self.head.num_bytes)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Rows [start, stop) of a batch that carry the same adapter, and what it does to each layer it touches."""
+    """Rows [start, stop) of a batch that carry the same adapter, and what it does."""
 
     start: int
     stop: int
-    patches: Mapping[Slot, LinearPatch]
+    patch: ModelPatch
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.nbytes

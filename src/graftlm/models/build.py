@@ -13,21 +13,21 @@ from graftlm.checkpoint import Checkpoint
 from graftlm.errors import CheckpointError
 from graftlm.layers.attention import Attention
 from graftlm.layers.embedding import Embedding
+from graftlm.layers.head import OutputHead
 from graftlm.layers.kv_cache import KVShape
 from graftlm.layers.linear import Linear
 from graftlm.layers.mlp import GatedMLP
 from graftlm.layers.norm import RMSNorm
+from graftlm.layers.patch import Slot
 from graftlm.layers.rotary import RotaryEmbedding
 from graftlm.models.config_reader import ConfigReader
 from graftlm.models.decoder import Decoder, DecoderLayer
 from graftlm.models.families import FAMILIES
 from graftlm.models.family import Family
 from graftlm.models.rope import inverse_frequencies
-from graftlm.models.site import FUSED_ROLES, HEAD_SLOT, SiteMap, layer_slot, linear_shape, map_sites
+from graftlm.models.site import FINAL_NORM_SLOT, FUSED_ROLES, NORM_ROLES, SiteMap, layer_slot, linear_shape, map_sites
 from graftlm.models.spec import LayerRole, LayerSpec, ModelSpec, NameMap
 from graftlm.quantization import DenseWeight, Weight
-
-NORM_ROLES: frozenset[LayerRole] = frozenset({"pre_attention_norm", "pre_mlp_norm"})
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def check_tensors(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], 
 
 
 class _Builder:
-    """Reads tensors and remembers the sites they make."""
+    """Reads tensors and makes layers of them."""
 
     def __init__(
         self, checkpoint: Checkpoint, spec: ModelSpec, names: NameMap, dtype: torch.dtype, device: torch.device
@@ -142,7 +142,7 @@ class _Builder:
         spec, names = self._spec, self._names
         table = self._weight([names.embedding])
         layers = [self._layer(index, layer) for index, layer in enumerate(spec.layers)]
-        final_norm = self._norm(names.final_norm)
+        final_norm = self._norm(FINAL_NORM_SLOT, names.final_norm)
         head = self._head(table)
         shapes = [
             KVShape(num_kv_heads=layer.attention.num_kv_heads, head_dim=layer.attention.head_dim)
@@ -165,7 +165,7 @@ class _Builder:
     def _layer(self, index: int, layer: LayerSpec) -> DecoderLayer:
         attention = layer.attention
         return DecoderLayer(
-            pre_attention_norm=self._norm(self._path("pre_attention_norm", index)),
+            pre_attention_norm=self._layer_norm("pre_attention_norm", index),
             attention=Attention(
                 qkv=self._linear(index, layer, "qkv"),
                 output=self._linear(index, layer, "output"),
@@ -174,12 +174,12 @@ class _Builder:
                 head_dim=attention.head_dim,
                 scale=attention.scale,
             ),
-            pre_mlp_norm=self._norm(self._path("pre_mlp_norm", index)),
+            pre_mlp_norm=self._layer_norm("pre_mlp_norm", index),
             mlp=GatedMLP(gate_up=self._linear(index, layer, "gate_up"), down=self._linear(index, layer, "down")),
         )
 
-    def _head(self, table: Weight) -> Linear:
-        return Linear(HEAD_SLOT, table if self._is_tied() else self._weight([self._names.head]))
+    def _head(self, table: Weight) -> OutputHead:
+        return OutputHead(table if self._is_tied() else self._weight([self._names.head]))
 
     def _is_tied(self) -> bool:
         """A head that is in the file although the config ties it counts as tied only if it equals the embedding:
@@ -203,8 +203,11 @@ class _Builder:
     def _path(self, role: LayerRole, index: int) -> str:
         return self._names.layer[role].format(index)
 
-    def _norm(self, path: str) -> RMSNorm:
-        return RMSNorm(self._stack([f"{path}.weight"]), self._spec.norm_eps)
+    def _layer_norm(self, role: LayerRole, index: int) -> RMSNorm:
+        return self._norm(layer_slot(index, role), self._path(role, index))
+
+    def _norm(self, slot: Slot, path: str) -> RMSNorm:
+        return RMSNorm(slot, self._stack([f"{path}.weight"]), self._spec.norm_eps)
 
     def _weight(self, paths: Sequence[str]) -> Weight:
         return DenseWeight(self._stack([f"{path}.weight" for path in paths]))

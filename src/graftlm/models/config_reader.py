@@ -43,10 +43,15 @@ DESCRIPTIVE_KEYS = frozenset(
 
 
 class ConfigReader:
-    """A config whose keys are taken one by one."""
+    """A config whose keys are taken one by one.
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    Args:
+        section: where in config.json these keys stand, for messages; empty for the top level.
+    """
+
+    def __init__(self, config: Mapping[str, Any], section: str = "") -> None:
         self._config = config
+        self._prefix = f"{section}." if section else ""
         self._read: set[str] = set(DESCRIPTIVE_KEYS)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -63,19 +68,35 @@ class ConfigReader:
         """
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"config.json: {key} is not a positive integer", got=repr(value))
+            raise CheckpointError(f"config.json: {self._prefix}{key} is not a positive integer", got=repr(value))
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number.
+
+        Raises:
+            CheckpointError: absent without a default, or not a positive number.
+        """
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise CheckpointError(f"config.json: {key} is not a positive number", got=repr(value))
+            raise CheckpointError(f"config.json: {self._prefix}{key} is not a positive number", got=repr(value))
         return float(value)
+
+    def section(self, key: str) -> ConfigReader:
+        """A nested object; empty when the key is absent or null.
+
+        Raises:
+            CheckpointError: it is no object.
+        """
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise CheckpointError(f"config.json: {self._prefix}{key} is not an object", got=repr(value)[:100])
+        return ConfigReader(value, f"{self._prefix}{key}")
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise CheckpointError(f"config.json: {key} is not true or false", got=repr(value))
+            raise CheckpointError(f"config.json: {self._prefix}{key} is not true or false", got=repr(value))
         return value
 
     def require(self, key: str, allowed: tuple[Any, ...]) -> None:
@@ -83,7 +104,7 @@ class ConfigReader:
         value = self.get(key)
         if value not in allowed:
             known = ", ".join(str(option) for option in allowed)
-            raise CheckpointError(f"config.json: {key} is not supported", got=repr(value), allowed=known)
+            raise CheckpointError(f"config.json: {self._prefix}{key} is not supported", got=repr(value), allowed=known)
 
     def unread(self) -> list[str]:
         """Keys with a meaningful value that nothing asked for."""

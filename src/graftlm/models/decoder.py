@@ -11,8 +11,8 @@ from torch import Tensor
 from graftlm.layers.attention import Attention
 from graftlm.layers.batch import RaggedBatch
 from graftlm.layers.embedding import Embedding
+from graftlm.layers.head import OutputHead
 from graftlm.layers.kv_cache import KVCache, KVShape
-from graftlm.layers.linear import Linear
 from graftlm.layers.mlp import GatedMLP
 from graftlm.layers.norm import RMSNorm
 from graftlm.layers.rotary import RotaryEmbedding
@@ -31,9 +31,9 @@ class DecoderLayer:
     def __call__(
         self, hidden: Tensor, batch: RaggedBatch, angles: tuple[Tensor, Tensor], key_cache: Tensor, value_cache: Tensor
     ) -> Tensor:
-        attended = self.attention(self.pre_attention_norm(hidden), batch, angles, key_cache, value_cache)
-        hidden = hidden + attended
-        return hidden + self.mlp(self.pre_mlp_norm(hidden), batch)
+        normed = self.pre_attention_norm(hidden, batch.segments)
+        hidden = hidden + self.attention(normed, batch, angles, key_cache, value_cache)
+        return hidden + self.mlp(self.pre_mlp_norm(hidden, batch.segments), batch)
 
 
 class Decoder:
@@ -46,7 +46,7 @@ class Decoder:
         rotary: RotaryEmbedding,
         layers: Sequence[DecoderLayer],
         final_norm: RMSNorm,
-        head: Linear,
+        head: OutputHead,
         kv_shapes: Sequence[KVShape],
         sites: SiteMap,
         vocab_size: int,
@@ -54,11 +54,11 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._embedding = embedding
+        self.embedding = embedding
         self._rotary = rotary
-        self._layers = tuple(layers)
-        self._final_norm = final_norm
-        self._head = head
+        self.layers = tuple(layers)
+        self.final_norm = final_norm
+        self.head = head
         self.kv_shapes = tuple(kv_shapes)
         self.sites = sites
         self.vocab_size = vocab_size
@@ -67,10 +67,11 @@ class Decoder:
         self.device = device
 
     def __call__(self, batch: RaggedBatch, cache: KVCache) -> Tensor:
-        """Logits of the rows that want them, [N, V] float32; keys and values of all rows go into the cache."""
-        hidden = self._embedding(batch.token_ids)
+        """Logits of the rows that want them, [N, V] float32, V the largest vocabulary among them. Keys and values of
+        all rows go into the cache."""
+        hidden = self.embedding(batch.token_ids, batch.segments)
         angles = self._rotary.angles(batch.positions, hidden.dtype)
-        for layer, key_cache, value_cache in zip(self._layers, cache.key, cache.value, strict=True):
+        for layer, key_cache, value_cache in zip(self.layers, cache.key, cache.value, strict=True):
             hidden = layer(hidden, batch, angles, key_cache, value_cache)
-        wanted = self._final_norm(hidden.index_select(0, batch.logit_rows))
-        return self._head(wanted, batch.logit_segments).float()
+        wanted = self.final_norm(hidden.index_select(0, batch.logit_rows), batch.logit_segments)
+        return self.head(wanted, batch.logit_segments)

@@ -16,6 +16,8 @@ FUSED_ROLES: dict[str, tuple[LayerRole, ...]] = {
     "down": ("down",),
 }
 HEAD_SLOT = Slot("head")
+FINAL_NORM_SLOT = Slot("final_norm")
+NORM_ROLES: tuple[LayerRole, ...] = ("pre_attention_norm", "pre_mlp_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,18 +40,31 @@ class SiteMap:
     """Every module of a model that an adapter can name.
 
     linears: path -> site, in model order, the output head last.
-    module_paths: all modules with weights, adaptable or not.
-    default_targets: what PEFT targets when a config names nothing.
+    norms: path -> slot. default_targets, ia3_targets, ia3_feedforward, ln_tuning_targets: what PEFT targets when a
+        config names nothing, as in `NameMap`.
+    tied_head: whether embedding and head share one matrix.
     """
 
     linears: Mapping[str, LinearSite]
-    module_paths: frozenset[str]
+    norms: Mapping[str, Slot]
+    embedding_path: str
     head_path: str
     default_targets: tuple[str, ...]
+    ia3_targets: tuple[str, ...]
+    ia3_feedforward: tuple[str, ...]
+    ln_tuning_targets: tuple[str, ...]
+    vocab_size: int
+    hidden_size: int
+    tied_head: bool
+
+    @property
+    def module_paths(self) -> frozenset[str]:
+        """All modules with weights."""
+        return frozenset({self.embedding_path, *self.norms, *self.linears})
 
 
 def layer_slot(index: int, group: str) -> Slot:
-    """Name of a fused layer of block `index`; `group` is a key of FUSED_ROLES."""
+    """Name of a layer of block `index`; `group` is a key of FUSED_ROLES or one of NORM_ROLES."""
     return Slot(f"layers.{index}.{group}")
 
 
@@ -74,15 +89,22 @@ def map_sites(spec: ModelSpec, names: NameMap) -> SiteMap:
         path=names.head, slot=HEAD_SLOT, start=0, stop=spec.vocab_size, in_features=spec.hidden_size
     )
     norms = {
-        names.layer[role].format(index)
-        for role in ("pre_attention_norm", "pre_mlp_norm")
+        names.layer[role].format(index): layer_slot(index, role)
         for index in range(len(spec.layers))
+        for role in NORM_ROLES
     }
     return SiteMap(
         linears=linears,
-        module_paths=frozenset({names.embedding, names.final_norm, *norms, *linears}),
+        norms={**norms, names.final_norm: FINAL_NORM_SLOT},
+        embedding_path=names.embedding,
         head_path=names.head,
         default_targets=names.default_targets,
+        ia3_targets=names.ia3_targets,
+        ia3_feedforward=names.ia3_feedforward,
+        ln_tuning_targets=names.ln_tuning_targets,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        tied_head=spec.tied_head,
     )
 
 

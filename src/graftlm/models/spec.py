@@ -67,7 +67,8 @@ class NameMap:
     """Module paths of a family as transformers names them: what tensors are called on disk and what PEFT targets.
 
     layer: role -> path with {} for the layer index.
-    default_targets: what PEFT adapts when an adapter names no target (peft/utils/constants.py).
+    default_targets: what PEFT adapts when an adapter names no target (peft/utils/constants.py). ia3_targets,
+        ia3_feedforward, ln_tuning_targets: the same for IA3 and LN tuning; empty where PEFT has no default.
     ignored_tensors: regular expressions of tensors that old checkpoints carry and nobody needs.
     """
 
@@ -76,4 +77,7 @@ class NameMap:
     head: str
     layer: Mapping[LayerRole, str]
     default_targets: tuple[str, ...]
+    ia3_targets: tuple[str, ...] = ()
+    ia3_feedforward: tuple[str, ...] = ()
+    ln_tuning_targets: tuple[str, ...] = ()
     ignored_tensors: tuple[str, ...] = ()

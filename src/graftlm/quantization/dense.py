@@ -27,5 +27,8 @@ class DenseWeight:
     def rows(self, ids: Tensor) -> Tensor:
         return functional.embedding(ids, self._matrix)
 
+    def part(self, start: int, stop: int) -> DenseWeight:
+        return DenseWeight(self._matrix[start:stop])
+
     def dequantize(self) -> Tensor:
         return self._matrix

@@ -28,6 +28,10 @@ class Weight(Protocol):
         """Rows of the matrix. ids: [T] int64 -> [T, in], in the compute dtype."""
         ...
 
+    def part(self, start: int, stop: int) -> Weight:
+        """Rows [start, stop) as a weight of their own, sharing this one's memory."""
+        ...
+
     def dequantize(self) -> Tensor:
         """The whole matrix in the compute dtype, [out, in]."""
         ...

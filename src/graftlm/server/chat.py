@@ -25,7 +25,7 @@ def chat_routes(llm: AsyncLLM) -> APIRouter:
         adapter = llm.resolve_model(body.model)
         params = body.sampling_params()
         messages = [message.for_template() for message in body.messages]
-        prompt_token_ids = await llm.apply_chat_template(messages)
+        prompt_token_ids = await llm.apply_chat_template(messages, adapter=adapter)
         streams = await submit(llm, [list(prompt_token_ids)], params, adapter=adapter)
         if body.stream:
             envelope = Envelope(prefix="chatcmpl", kind="chat.completion.chunk", model=body.model)

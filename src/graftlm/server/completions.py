@@ -31,7 +31,7 @@ def completion_routes(llm: AsyncLLM) -> APIRouter:
         streams = await submit(llm, body.prompt, params, adapter=adapter, if_too_long=rest)
         with given_up_on_error(streams):
             # Only now are the ids known to be tokens of this model.
-            echoes = [await _text(llm, prompt) if body.echo else "" for prompt in body.prompt]
+            echoes = [await _text(llm, prompt, adapter) if body.echo else "" for prompt in body.prompt]
         writers = [
             ChoiceWriter(first_index=number * params.n, echo=echo, num_top=body.logprobs)
             for number, echo in enumerate(echoes)
@@ -104,5 +104,5 @@ async def _chunks(
         yield envelope.holding([], usage=count.usage)
 
 
-async def _text(llm: AsyncLLM, prompt: Prompt) -> str:
-    return prompt if isinstance(prompt, str) else await llm.detokenize(prompt)
+async def _text(llm: AsyncLLM, prompt: Prompt, adapter: str | None) -> str:
+    return prompt if isinstance(prompt, str) else await llm.detokenize(prompt, adapter=adapter)

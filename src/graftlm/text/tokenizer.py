@@ -14,8 +14,9 @@ from graftlm.errors import CheckpointError, InvalidRequest
 class Tokenizer:
     """Encodes, decodes and renders chats. Safe to call from several threads: it sets no state on the tokenizer."""
 
-    def __init__(self, hf_tokenizer: Any) -> None:
+    def __init__(self, hf_tokenizer: Any, chat_template: str | None = None) -> None:
         self._hf = hf_tokenizer
+        self.chat_template: str | None = chat_template or hf_tokenizer.chat_template
         self._backend = hf_tokenizer.backend_tokenizer
         # A tokenizer.json saved while training may cut or pad every text it encodes.
         self._backend.no_truncation()
@@ -32,6 +33,10 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         token_id: int | None = self._hf.eos_token_id
         return token_id
+
+    def with_chat_template(self, chat_template: str | None) -> Tokenizer:
+        """The same tokenizer with another chat template."""
+        return Tokenizer(self._hf, chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` as the tokenizer's own post-processor does (a BOS, say).
@@ -65,13 +70,16 @@ class Tokenizer:
         Raises:
             InvalidRequest: the model has no template, or the template refuses these messages.
         """
-        if not self._hf.chat_template:
+        if not self.chat_template:
             raise InvalidRequest(
                 "this model has no chat template", param="messages", do="send a prompt to /v1/completions instead"
             )
         try:
             text: str = self._hf.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+                [dict(message) for message in messages],
+                chat_template=self.chat_template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except Exception as cause:  # a template is foreign code: it can divide by zero, recurse without end, …
             raise InvalidRequest(

@@ -49,26 +49,27 @@ def spec(config: ConfigReader) -> ModelSpec:
 def _rope(config: ConfigReader, head_dim: int) -> RopeSpec:
     # v5 writes rope_parameters with theta inside; v4 wrote rope_scaling beside rope_theta, and "type" for "rope_type".
     top_level_theta = config.number("rope_theta", 10_000.0)
-    settings = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    config.get("rope_parameters")
+    settings = config.section("rope_parameters")
+    if config.get("rope_scaling"):
+        settings = config.section("rope_scaling")
     kind = settings.get("rope_type", settings.get("type", "default"))
-    theta = float(settings.get("rope_theta", top_level_theta))
+    theta = settings.number("rope_theta", top_level_theta)
     if kind == "default":
         return RopeSpec(theta=theta, dims=head_dim)
     if kind == "linear":
-        return RopeSpec(theta=theta, dims=head_dim, kind="linear", factor=float(settings["factor"]))
+        return RopeSpec(theta=theta, dims=head_dim, kind="linear", factor=settings.number("factor"))
     if kind == "frequency_factors":
-        factors = tuple(float(factor) for factor in settings["factors"])
+        factors = tuple(float(factor) for factor in settings.get("factors"))
         return RopeSpec(theta=theta, dims=head_dim, kind="frequency_factors", frequency_factors=factors)
     if kind == "llama3":
         return RopeSpec(
             theta=theta,
             dims=head_dim,
             kind="llama3",
-            factor=float(settings["factor"]),
-            low_freq_factor=float(settings["low_freq_factor"]),
-            high_freq_factor=float(settings["high_freq_factor"]),
-            original_max_position_embeddings=int(settings["original_max_position_embeddings"]),
+            factor=settings.number("factor"),
+            low_freq_factor=settings.number("low_freq_factor"),
+            high_freq_factor=settings.number("high_freq_factor"),
+            original_max_position_embeddings=settings.integer("original_max_position_embeddings"),
         )
     raise CheckpointError("config.json: this rope type is not supported", got=kind, allowed="default, linear, llama3")
 
@@ -92,6 +93,9 @@ LLAMA = Family(
             "down": "model.layers.{}.mlp.down_proj",
         },
         default_targets=("q_proj", "v_proj"),
+        ia3_targets=("k_proj", "v_proj", "down_proj"),
+        ia3_feedforward=("down_proj",),
+        ln_tuning_targets=("input_layernorm", "post_attention_layernorm", "norm"),
         ignored_tensors=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
     ),
 )

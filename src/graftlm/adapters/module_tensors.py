@@ -1,0 +1,147 @@
+"""An adapter's tensors by module and role, in the spellings found in the wild.
+
+PEFT writes `base_model.model.<module>.<role>`; trainers add wrapper segments or the adapter's name, or leave the prefix
+out. What can be read in one way only is read. Every tensor has to be taken by the method that understands it: what is
+left at the end refuses the adapter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+
+from graftlm.errors import AdapterCorrupt, AdapterIncompatible, AdapterUnsupported
+
+PEFT_PREFIX = "base_model.model."
+WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+# Module of tensors that belong to no single module of the base (VeRA's projections, virtual tokens).
+WHOLE_MODEL = ""
+# The adapter's own name, which raw state dicts carry: lora_A.default.weight, modules_to_save.default.weight.
+_NAMED = (
+    (
+        re.compile(r"(lora_[AB]|lora_embedding_[AB]|vera_lambda_[bd]|oft_R|ln_tuning_layers)\.[^.]+\.(weight|bias)"),
+        r"\1.\2",
+    ),
+    (re.compile(r"(ia3_l|boft_[Rs]|hra_u|road_(?:theta|alpha)|trainable_tokens_delta)\.[^.]+"), r"\1"),
+    (re.compile(r"(lora_embedding_[AB]|lora_magnitude_vector)\.(?!weight$)[^.]+(\.weight)?"), r"\1"),
+    (re.compile(r"(modules_to_save)\.(?!weight$|bias$)[^.]+\.(weight|bias)"), r"\1.\2"),
+    (re.compile(r"lora_magnitude_vector\.weight"), "lora_magnitude_vector"),
+)
+
+
+class ModuleTensors:
+    """Tensors to be taken one by one.
+
+    Args:
+        tensors: the file's names. module_paths: all modules of the base.
+
+    Raises:
+        AdapterIncompatible: names that no module of the base answers to.
+        AdapterCorrupt: two names mean the same tensor, or there are none.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], module_paths: Collection[str]) -> None:
+        if not tensors:
+            raise AdapterCorrupt("the adapter's weights file holds no tensors")
+        self.total = len(tensors)
+        self._left: dict[str, dict[str, tuple[str, Tensor]]] = {}
+        homeless = []
+        for name in sorted(tensors):
+            located = locate(name, module_paths)
+            if located is None:
+                homeless.append(name)
+                continue
+            module, role = located
+            roles = self._left.setdefault(module, {})
+            if role in roles:
+                raise AdapterCorrupt(f"two tensors are {role} of {module}", got=f"{roles[role][0]}, {name}")
+            roles[role] = (name, tensors[name])
+        if homeless:
+            raise AdapterIncompatible(
+                f"{len(homeless)} of {len(tensors)} tensors name no module of this base: {', '.join(homeless[:5])}",
+                do="load it over the base it was trained on",
+            )
+
+    def modules_with(self, *roles: str) -> list[str]:
+        """Modules that still have a tensor of any of these roles."""
+        return [module for module, left in self._left.items() if not left.keys().isdisjoint(roles)]
+
+    def take(self, module: str, role: str) -> Tensor | None:
+        """The tensor, which then counts as used; None when there is none."""
+        entry = self._left.get(module, {}).pop(role, None)
+        return None if entry is None else entry[1]
+
+    def require(self, module: str, role: str) -> Tensor:
+        """The tensor, which then counts as used.
+
+        Raises:
+            AdapterCorrupt: it is missing.
+        """
+        tensor = self.take(module, role)
+        if tensor is None:
+            raise AdapterCorrupt(f"{role.removesuffix('.weight')} of {module or 'the model'} is missing")
+        return tensor
+
+    def drop(self, role: str) -> None:
+        """Discard all tensors of a role that is known to change nothing."""
+        for roles in self._left.values():
+            roles.pop(role, None)
+
+    def check_all_taken(self) -> None:
+        """Raise if a tensor is left that no method understood.
+
+        Raises:
+            AdapterUnsupported
+        """
+        left = sorted(name for roles in self._left.values() for name, _ in roles.values())
+        if left:
+            more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+            raise AdapterUnsupported(
+                f"{len(left)} of {self.total} tensors have no meaning for this adapter: {', '.join(left[:5])}{more}",
+                do="check that the adapter's config belongs to these weights",
+            )
+
+
+def locate(name: str, module_paths: Collection[str]) -> tuple[str, str] | None:
+    """Module of the base and role of a tensor; None when the name cannot be traced to one module."""
+    segments = [segment for segment in name.split(".") if segment not in WRAPPERS]
+    path = ".".join(segments)
+    while path.startswith(PEFT_PREFIX):
+        path = path.removeprefix(PEFT_PREFIX)
+    bare = path.removeprefix("base_model.")
+    if "." not in bare:
+        return WHOLE_MODEL, bare
+    without_language_model = path.replace("language_model.", "")
+    spellings = {path, f"model.{path}", without_language_model, f"model.{without_language_model}", f"model.{bare}"}
+    found = {split for spelling in spellings if (split := _split(spelling, module_paths)) is not None}
+    if len(found) != 1:
+        return None
+    module, role = found.pop()
+    for pattern, replacement in _NAMED:
+        if pattern.fullmatch(role):
+            role = pattern.sub(replacement, role)
+    return module, role
+
+
+def _split(path: str, module_paths: Collection[str]) -> tuple[str, str] | None:
+    """Longest beginning of `path` that is a module, and the rest."""
+    segments = path.split(".")
+    for length in range(len(segments) - 1, 0, -1):
+        module = ".".join(segments[:length])
+        if module in module_paths:
+            return module, ".".join(segments[length:])
+    return None
+
+
+def check_shape(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless a tensor fits this base.
+
+    Raises:
+        AdapterIncompatible
+    """
+    if tuple(tensor.shape) != shape:
+        raise AdapterIncompatible(
+            f"{what} has another shape in this base", got=list(tensor.shape), allowed=str(list(shape))
+        )

@@ -1,0 +1,198 @@
+"""Collects what a method does to single modules and compiles it to the patch of a model.
+
+Methods speak of modules under their own paths and of full matrices. Which projections are fused, how ranks stack and
+how vocabularies of different size meet is decided here, once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from graftlm.adapters.adapter import BoundModule
+from graftlm.errors import AdapterCorrupt
+from graftlm.kernels.ops import LoraExpand, LoraUpdate
+from graftlm.layers.patch import (
+    EmbeddingPatch,
+    HeadPatch,
+    InputTransform,
+    LinearPatch,
+    ModelPatch,
+    OutputTransform,
+    PartOverride,
+    PartTransform,
+    ReplacedRows,
+    Slot,
+)
+from graftlm.models.base_weights import BaseWeights
+from graftlm.models.site import LinearSite
+from graftlm.quantization import DenseWeight
+
+
+@dataclass(kw_only=True)
+class _LinearChanges:
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    input: InputTransform | None = None
+    outputs: list[OutputTransform] = field(default_factory=list)
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    rows: ReplacedRows | None = None
+
+
+@dataclass(kw_only=True)
+class _EmbeddingChanges:
+    table: Tensor | None = None
+    shrink: Tensor | None = None
+    expand: Tensor | None = None
+    scale: Tensor | None = None
+    rows: ReplacedRows | None = None
+
+
+class PatchBuilder:
+    """One adapter's changes. All paths are modules of `base.sites`; shapes were checked by the caller."""
+
+    def __init__(self, base: BaseWeights) -> None:
+        self._base = base
+        self._linears: dict[str, _LinearChanges] = defaultdict(_LinearChanges)
+        self._norms: dict[Slot, Tensor] = {}
+        self._embedding: _EmbeddingChanges | None = None
+        self._modules: dict[str, BoundModule] = {}
+
+    @property
+    def modules(self) -> tuple[BoundModule, ...]:
+        """What has been changed so far, in model order."""
+        order = {path: index for index, path in enumerate((*self._base.sites.linears, *self._base.sites.norms))}
+        return tuple(sorted(self._modules.values(), key=lambda module: order.get(module.path, -1)))
+
+    def describe(self, path: str, change: str, *, rank: int | None = None, scaling: float | None = None) -> None:
+        """Note for people what happens to a module, such as "LoRA" or "replaced"."""
+        known = self._modules.get(path)
+        changes = (change,) if known is None else (*known.changes, change)
+        if known is not None and rank is None:
+            rank, scaling = known.rank, known.scaling
+        self._modules[path] = BoundModule(path=path, changes=changes, rank=rank, scaling=scaling)
+
+    def add_low_rank(self, path: str, lora_a: Tensor, lora_b: Tensor) -> None:
+        """y += (x @ lora_a.T) @ lora_b.T. lora_a: [R, in], lora_b: [out, R], every scaling multiplied in.
+
+        Raises:
+            AdapterCorrupt: a factor overflows float32 with its scaling.
+        """
+        if not (torch.isfinite(lora_a).all() and torch.isfinite(lora_b).all()):
+            raise AdapterCorrupt(f"lora_B of {path} times its scaling is not finite")
+        self._linears[path].pairs.append((lora_a, lora_b))
+
+    def transform_output(self, path: str, transform: OutputTransform) -> None:
+        """Change the module's own output, before any low-rank update is added."""
+        self._linears[path].outputs.append(transform)
+
+    def transform_input(self, path: str, transform: InputTransform) -> None:
+        """Change what the module's weight is multiplied with."""
+        self._linears[path].input = transform
+
+    def replace_linear(self, path: str, weight: Tensor, bias: Tensor | None) -> None:
+        """Use another matrix, [out', in]; out' may differ from the base's for the output head only."""
+        self._linears[path].weight = weight
+        self._linears[path].bias = bias
+
+    def replace_head_rows(self, rows: ReplacedRows) -> None:
+        self._linears[self._base.sites.head_path].rows = rows
+
+    def replace_norm(self, path: str, weight: Tensor) -> None:
+        """weight: [E]."""
+        self._norms[self._base.sites.norms[path]] = self._cast(weight)
+
+    def replace_table(self, table: Tensor) -> None:
+        """Use another embedding table, [V', E]."""
+        self._embedding_changes().table = self._cast(table)
+
+    def add_embedding_low_rank(self, shrink: Tensor, expand: Tensor, scale: Tensor | None = None) -> None:
+        """e(t) = scale * (table[t] + shrink[t] @ expand). shrink: [V', R], expand: [R, E], scale: [E]."""
+        changes = self._embedding_changes()
+        changes.shrink, changes.expand, changes.scale = shrink, expand, scale
+
+    def replace_embedding_rows(self, rows: ReplacedRows) -> None:
+        self._embedding_changes().rows = rows
+
+    def build(self) -> ModelPatch:
+        head_path = self._base.sites.head_path
+        by_slot: dict[Slot, list[tuple[LinearSite, _LinearChanges]]] = defaultdict(list)
+        for path, site in self._base.sites.linears.items():
+            if path in self._linears and path != head_path:
+                by_slot[site.slot].append((site, self._linears[path]))
+        embedding = self._embedding
+        return ModelPatch(
+            linears={slot: self._fuse(parts) for slot, parts in by_slot.items()},
+            norms=dict(self._norms),
+            embedding=None if embedding is None else EmbeddingPatch(**vars(embedding)),
+            head=self._head(self._linears[head_path]) if head_path in self._linears else None,
+        )
+
+    def _embedding_changes(self) -> _EmbeddingChanges:
+        if self._embedding is None:
+            self._embedding = _EmbeddingChanges()
+        return self._embedding
+
+    def _head(self, changes: _LinearChanges) -> HeadPatch:
+        """The head may have more or fewer rows than the base's."""
+        site = self._base.sites.linears[self._base.sites.head_path]
+        size = site.out_features if changes.weight is None else len(changes.weight)
+        linear = self._fuse([(replace(site, stop=size), changes)])
+        return HeadPatch(linear=linear, vocab_size=None if size == site.out_features else size, rows=changes.rows)
+
+    def _fuse(self, parts: list[tuple[LinearSite, _LinearChanges]]) -> LinearPatch:
+        """One patch for a layer that may hold several modules' rows."""
+        overrides = [self._override(site, changes) for site, changes in parts if self._is_override(changes)]
+        outputs = [
+            PartTransform(out_start=site.start, out_stop=site.stop, transform=transform)
+            for site, changes in parts
+            for transform in changes.outputs
+        ]
+        return LinearPatch(overrides=tuple(overrides), outputs=tuple(outputs), low_rank=self._low_rank(parts))
+
+    def _is_override(self, changes: _LinearChanges) -> bool:
+        return changes.weight is not None or changes.input is not None
+
+    def _override(self, site: LinearSite, changes: _LinearChanges) -> PartOverride:
+        weight, bias = self._base.linear(site.path), self._base.bias(site.path)
+        if changes.weight is not None:
+            weight = DenseWeight(self._cast(changes.weight))
+            bias = None if changes.bias is None else self._cast(changes.bias)
+        return PartOverride(
+            out_start=site.start,
+            out_stop=site.stop,
+            weight=weight,
+            bias=bias,
+            transform=changes.input,
+            owned=changes.weight is not None,
+        )
+
+    def _low_rank(self, parts: list[tuple[LinearSite, _LinearChanges]]) -> LoraUpdate | None:
+        """Modules of one fused layer share the product with their stacked As."""
+        shrinks, expands, rank_start = [], [], 0
+        for site, changes in parts:
+            for lora_a, lora_b in changes.pairs:
+                rank = lora_a.shape[0]
+                expands.append(
+                    LoraExpand(
+                        matrix=self._exact(lora_b).t().contiguous(),
+                        out_start=site.start,
+                        out_stop=site.stop,
+                        rank_start=rank_start,
+                        rank_stop=rank_start + rank,
+                    )
+                )
+                shrinks.append(self._exact(lora_a))
+                rank_start += rank
+        return LoraUpdate(shrink=torch.cat(shrinks).t(), expands=tuple(expands)) if shrinks else None
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        """To the base's dtype: what replaces a tensor of the base is computed like it."""
+        return tensor.to(self._base.device, self._base.dtype).contiguous()
+
+    def _exact(self, tensor: Tensor) -> Tensor:
+        """To float32: PEFT, too, computes low-rank factors saved in 16 bits in float32."""
+        return tensor.to(self._base.device, torch.float32)

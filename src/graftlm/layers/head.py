@@ -1,0 +1,49 @@
+"""The output head: logits over the base's vocabulary, or an adapter's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graftlm.layers.linear import apply_patches
+from graftlm.layers.patch import HeadPatch, Segment
+from graftlm.quantization import Weight
+
+
+class OutputHead:
+    """Logits of hidden states. The weight may be the embedding's (a tied head); adapters on it touch the head alone."""
+
+    def __init__(self, weight: Weight) -> None:
+        self.weight = weight
+
+    def __call__(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """hidden: [N, E] -> [N, V'] float32, where V' is the largest vocabulary among the rows; a row's logits beyond
+        its own vocabulary are -inf."""
+        patched = [(segment, patch) for segment in segments if (patch := segment.patch.head) is not None]
+        logits = self.weight.matmul(hidden)
+        resized = [patch.vocab_size for _, patch in patched if patch.vocab_size is not None]
+        if resized:
+            logits = _widen(logits, max(resized))
+        apply_patches(logits, hidden, ((segment.start, segment.stop, patch.linear) for segment, patch in patched))
+        logits = logits.float()
+        for segment, patch in patched:
+            span = slice(segment.start, segment.stop)
+            _own_vocabulary(logits[span], hidden[span], patch)
+        return logits
+
+
+def _widen(logits: Tensor, width: int) -> Tensor:
+    if width <= logits.shape[1]:
+        return logits
+    wider = logits.new_full((logits.shape[0], width), -torch.inf)
+    wider[:, : logits.shape[1]] = logits
+    return wider
+
+
+def _own_vocabulary(logits: Tensor, hidden: Tensor, patch: HeadPatch) -> None:
+    if patch.vocab_size is not None:
+        logits[:, patch.vocab_size :] = -torch.inf
+    if patch.rows is not None:
+        logits[:, patch.rows.ids] = (hidden @ patch.rows.values.t()).float()

@@ -1,0 +1,110 @@
+"""Input and output transforms of patched linear layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Affine:
+    """out * scale + shift, per column. scale, shift: [n] float32 or None. Computed in float32, rounded once."""
+
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.scale, self.shift) if tensor is not None)
+
+    def apply(self, out: Tensor) -> None:
+        result = out.float()
+        if self.scale is not None:
+            result = result * self.scale
+        if self.shift is not None:
+            result = result + self.shift
+        out.copy_(result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairRotation:
+    """Columns i and j, half a group apart: out[i] * straight[i] - out[j] * crossed[i] in place of out[i], and
+    out[j] * straight[j] + out[i] * crossed[j] in place of out[j].
+
+    straight, crossed: [n] float32. group_size: even; divides n into the groups.
+    Source: RoAd, arXiv 2409.00119; peft/tuners/road/layer.py.
+    """
+
+    straight: Tensor
+    crossed: Tensor
+    group_size: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.straight.nbytes + self.crossed.nbytes
+
+    def apply(self, out: Tensor) -> None:
+        values = out.float()
+        num_rows, num_columns = values.shape
+        pairs = values.reshape(num_rows, num_columns // self.group_size, 2, self.group_size // 2)
+        partner = torch.stack((-pairs[:, :, 1], pairs[:, :, 0]), dim=2).reshape(values.shape)
+        out.copy_(values * self.straight + partner * self.crossed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputScale:
+    """x * factors. factors: [in] float32. Source: IA3, arXiv 2205.05638."""
+
+    factors: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.factors.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return (x.float() * self.factors).to(x.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRotation:
+    """Each group of b inputs times its own matrix: x[g] @ blocks[g].
+
+    blocks: [in / b, b, b] float32, or [1, b, b] when all groups share one. order: [in] int64; the groups are formed of
+    x[order], and the result goes back to where it came from; None for the order as it is.
+    Source: OFT, arXiv 2306.07280; with an order one butterfly factor of BOFT, arXiv 2311.06243.
+    """
+
+    blocks: Tensor
+    order: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.blocks.nbytes + (0 if self.order is None else self.order.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        size = self.blocks.shape[-1]
+        inputs = x.float() if self.order is None else x.float()[:, self.order]
+        grouped = inputs.reshape(x.shape[0], x.shape[1] // size, size)
+        rotated = torch.einsum("tgi,gij->tgj", grouped, self.blocks).reshape(x.shape)
+        if self.order is not None:
+            rotated = torch.empty_like(rotated).index_copy_(1, self.order, rotated)
+        return rotated.to(x.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Successive:
+    """One input transform after the other, first to last, rounded once."""
+
+    transforms: tuple[BlockRotation, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(transform.num_bytes for transform in self.transforms)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rotated = x.float()
+        for transform in self.transforms:
+            rotated = transform(rotated)
+        return rotated.to(x.dtype)

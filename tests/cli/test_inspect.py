@@ -63,16 +63,16 @@ def test_an_adapter_of_another_base_does_not_fit(adapter: Path, tmp_path: Path) 
     other = tiny.make_llama(tmp_path / "other", hidden_size=32)
     code, output = inspect(adapter, "--base", other)
     assert code == 1
-    assert "q_proj has another shape" in " ".join(output.split())
+    assert "has another shape in this base" in " ".join(output.split())
 
 
 def test_an_adapter_that_is_not_served_is_still_described(adapter: Path, tmp_path: Path) -> None:
-    dora = Path(shutil.copytree(adapter, tmp_path / "dora"))
-    tiny.edit_json(dora / "adapter_config.json", use_dora=True)
-    code, output = inspect(dora)
+    replicated = Path(shutil.copytree(adapter, tmp_path / "replicated"))
+    tiny.edit_json(replicated / "adapter_config.json", layer_replication=[[0, 2], [1, 2]])
+    code, output = inspect(replicated)
     assert code == 1
-    assert "DoRA" in output
-    assert "use_dora is not supported" in " ".join(output.split())
+    assert "model.layers.*.self_attn.q_proj" in output
+    assert "layer_replication is not supported" in " ".join(output.split())
 
 
 def test_tokenizer_files_beside_the_weights_are_listed(adapter: Path, tmp_path: Path) -> None:

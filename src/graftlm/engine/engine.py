@@ -22,7 +22,7 @@ from graftlm.engine.memory import available_bytes, trim_heap
 from graftlm.engine.prompt import Prompt, PromptChecker
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.engine.scheduler import Scheduler
-from graftlm.errors import CheckpointError, ConfigurationError
+from graftlm.errors import AdapterError, CheckpointError, ConfigurationError
 from graftlm.layers.kv_cache import KVCache, kv_bytes_per_token
 from graftlm.models.base_weights import DecoderWeights
 from graftlm.models.build import build_decoder
@@ -78,17 +78,21 @@ class Engine:
         """Read, check and register an adapter. Safe to call from any thread: running jobs do not notice.
 
         Raises:
-            AdapterError: says what is wrong; nothing is kept of the adapter then.
+            AdapterError: says which adapter, and what is wrong; nothing is kept of it then.
         """
         self.registry.check_name(name)
-        adapter = load_adapter(
-            name,
-            source,
-            self._base,
-            max_bytes=self.registry.free_bytes,
-            allow_pickle=self.config.allow_pickle,
-            texts=self._texts,
-        )
+        try:
+            adapter = load_adapter(
+                name,
+                source,
+                self._base,
+                max_bytes=self.registry.free_bytes,
+                allow_pickle=self.config.allow_pickle,
+                texts=self._texts,
+            )
+        except AdapterError as error:
+            what = f"adapter {name}: {error.what}"
+            raise type(error)(what, got=error.got, allowed=error.allowed, do=error.do) from error
         self.registry.add(adapter)
         return adapter
 

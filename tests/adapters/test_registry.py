@@ -80,7 +80,7 @@ def test_r059_an_engine_with_one_bad_adapter_does_not_start_and_names_it(
     llama: Path, good: Path, copy: Callable[..., Path]
 ) -> None:
     bad = copy(layer_replication=[[0, 2]])
-    with pytest.raises(AdapterError, match="adapter bad: .*layer_replication"):
+    with pytest.raises(AdapterError, match=r"adapter bad: .*layer_replication"):
         LLM(llama, kv_cache_bytes=1 << 20, adapters={"good": good, "bad": bad, "other": good})
 
 

@@ -284,3 +284,8 @@ def test_the_weights_file_may_vanish_once_the_engine_stands(base: Path) -> None:
     before = llm.logits(prompt_of(9, 1))
     (base / "model.safetensors").write_bytes(b"")
     assert llm.logits(prompt_of(9, 1)).equal(before)
+
+
+def test_a_layer_count_that_would_fill_the_memory_is_refused(base: Path) -> None:
+    edit_json(base / "config.json", num_hidden_layers=10**9)
+    refusal(base, "num_hidden_layers is too large")

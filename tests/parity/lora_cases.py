@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from tests.parity.method_rig import make_biases_loud
 from tests.tiny import ALL_PROJECTIONS, edit_json, make_llama
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -49,10 +50,7 @@ def make_bases(folder: Path) -> dict[str, Path]:
         "biased": make_llama(folder / "biased", attention_bias=True, mlp_bias=True, seed=2),
     }
     torch.manual_seed(3)
-    rewrite(
-        bases["biased"] / "model.safetensors",
-        lambda tensors: {name: torch.randn_like(t) if name.endswith("bias") else t for name, t in tensors.items()},
-    )
+    make_biases_loud(bases["biased"])
     return bases
 
 

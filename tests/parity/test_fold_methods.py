@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -13,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
-from graftlm import LLM, SamplingParams
+from graftlm import LLM
 from graftlm.adapters.methods import (
     adalora,
     c3a,
@@ -33,6 +31,19 @@ from graftlm.adapters.methods import (
 from graftlm.adapters.target_config import INERT_FIELDS, READ_FIELDS, ConfigFields
 from graftlm.errors import AdapterCorrupt, AdapterError, AdapterIncompatible, AdapterUnsupported
 from tests import tiny
+from tests.parity.method_rig import (
+    BASES,
+    Case,
+    Expected,
+    Method,
+    assert_adapter_is_peft,
+    assert_batch_is_peft,
+    expect_adapters,
+    expect_bases,
+    load_llms,
+    make_adapters,
+    make_bases,
+)
 
 pytestmark = [
     # PEFT has advice on projections that are not saved, takes tensors of rank zero for shards of a larger file, and
@@ -43,15 +54,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to .True.:UserWarning"),
     pytest.mark.filterwarnings("ignore:Adapter 'default'. . LoRA tensor.* invalid shape"),
 ]
-PROMPT = [5, 9, 200, 40, 17, 18, 33, 60, 7]
-NUM_TOKENS = 12
 ALL = tiny.ALL_PROJECTIONS
 QUERY = "model.layers.0.self_attn.q_proj"
 VALUE = "model.layers.1.self_attn.v_proj"
 
-Method = type[peft.PeftConfig]
 # name -> base, config class, config.
-CASES: dict[str, tuple[str, Method, dict[str, Any]]] = {
+CASES: dict[str, Case] = {
     "adalora": ("untied", peft.AdaLoraConfig, {"init_r": 6, "lora_alpha": 20, "total_step": 10}),
     "adalora-pruned": (
         "biased",
@@ -157,11 +165,6 @@ CASES: dict[str, tuple[str, Method, dict[str, Any]]] = {
 }
 # Which of the five ranks of "adalora-pruned" are left; the others keep all.
 KEPT_RANKS = {QUERY: [True, False, True, False, False], VALUE: [False] * 5}
-BASES: dict[str, dict[str, Any]] = {
-    "untied": {},
-    "tied": {"tied": True},
-    "biased": {"attention_bias": True, "mlp_bias": True},
-}
 FIELDS: dict[Method, ConfigFields] = {
     peft.AdaLoraConfig: adalora.FIELDS,
     peft.C3AConfig: c3a.FIELDS,
@@ -178,90 +181,38 @@ FIELDS: dict[Method, ConfigFields] = {
 }
 
 
-class Expected(SimpleNamespace):
-    """What PEFT computes with an adapter: logits of the prompt, and the tokens it continues with."""
-
-    logits: Tensor
-    token_ids: tuple[int, ...]
-
-
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("bases")
-    made = {name: tiny.make_llama(folder / name, **config) for name, config in BASES.items()}
-    weights = made["biased"] / "model.safetensors"
-    loud = {
-        name: torch.randn_like(tensor) if name.endswith("bias") else tensor
-        for name, tensor in load_file(weights).items()
-    }
-    save_file(loud, weights, metadata={"format": "pt"})
-    return made
+    return make_bases(tmp_path_factory.mktemp("bases"))
 
 
 @pytest.fixture(scope="module")
 def folders(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("adapters")
-    return {
-        name: make_adapter(bases[base], folder / name, method(task_type="CAUSAL_LM", **config))
-        for name, (base, method, config) in CASES.items()
-    }
+    return make_adapters(CASES, bases, tmp_path_factory.mktemp("adapters"), before_saving={"adalora-pruned": prune})
 
 
 @pytest.fixture(scope="module")
 def llms(bases: dict[str, Path], folders: dict[str, Path]) -> dict[str, LLM]:
-    llms = {name: LLM(path) for name, path in bases.items()}
-    for name, (base, _, _) in CASES.items():
-        llms[base].load_adapter(name, folders[name])
-    return llms
+    return load_llms(CASES, bases, folders)
 
 
 @pytest.fixture(scope="module")
 def expected(bases: dict[str, Path], folders: dict[str, Path]) -> dict[str, Expected]:
-    return {name: run_peft(bases[base], folders[name]) for name, (base, _, _) in CASES.items()}
+    return expect_adapters(CASES, bases, folders)
 
 
 @pytest.fixture(scope="module")
 def unadapted(bases: dict[str, Path]) -> dict[str, Expected]:
-    return {name: run_peft(path, None) for name, path in bases.items()}
+    return expect_bases(bases)
 
 
-def make_adapter(base: Path, folder: Path, config: peft.PeftConfig) -> Path:
-    torch.manual_seed(len(folder.name))
-    adapted = peft.get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), config)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    if folder.name == "adalora-pruned":
-        every = [
-            name
-            for name, module in adapted.base_model.model.named_modules()
-            if "lora_E" in dict(module.named_children())
-        ]
-        adapted.peft_config["default"].rank_pattern = {
-            f"{name}.lora_E.default": KEPT_RANKS.get(name, [True] * 5) for name in every
-        }
-    adapted.save_pretrained(folder)
-    return folder
-
-
-@torch.no_grad()
-def run_peft(base: Path, folder: Path | None) -> Expected:
-    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    if folder is not None:
-        model = peft.PeftModel.from_pretrained(model, folder).eval()
-    token_ids = list(PROMPT)
-    logits = rows = model(input_ids=torch.tensor([token_ids])).logits[0]
-    for _ in range(NUM_TOKENS):
-        token_ids.append(int(rows[-1].argmax()))
-        rows = model(input_ids=torch.tensor([token_ids])).logits[0]
-    return Expected(logits=logits, token_ids=tuple(token_ids[len(PROMPT) :]))
-
-
-def generate(llm: LLM, adapters: list[str | None]) -> list[tuple[int, ...]]:
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    prompts: Any = [{"prompt_token_ids": PROMPT}] * len(adapters)
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, adapter=adapters)]
+def prune(adapted: Any) -> None:
+    every = [
+        name for name, module in adapted.base_model.model.named_modules() if "lora_E" in dict(module.named_children())
+    ]
+    adapted.peft_config["default"].rank_pattern = {
+        f"{name}.lora_E.default": KEPT_RANKS.get(name, [True] * 5) for name in every
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -269,12 +220,7 @@ def test_logits_and_greedy_tokens_are_those_of_peft(
     name: str, llms: dict[str, LLM], expected: dict[str, Expected], unadapted: dict[str, Expected]
 ) -> None:
     base = CASES[name][0]
-    reference = expected[name].logits
-    assert (reference - unadapted[base].logits).abs().max() > 1e-2
-    logits = llms[base].logits(PROMPT, adapter=name)
-    assert logits.shape == reference.shape
-    assert (logits - reference).abs().max() <= 1e-4 * (1 + reference.abs().max())
-    assert generate(llms[base], [name]) == [expected[name].token_ids]
+    assert_adapter_is_peft(name, llms[base], expected[name], unadapted[base])
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -282,10 +228,7 @@ def test_adapters_of_all_methods_and_the_base_share_a_batch_without_touching_eac
     base: str, llms: dict[str, LLM], expected: dict[str, Expected], unadapted: dict[str, Expected]
 ) -> None:
     names = [name for name, case in CASES.items() if case[0] == base]
-    mixed = [None, *names, None, *reversed(names), None]
-    wanted = [unadapted[base].token_ids if name is None else expected[name].token_ids for name in mixed]
-    assert generate(llms[base], mixed) == wanted
-    torch.testing.assert_close(llms[base].logits(PROMPT), unadapted[base].logits, rtol=1e-4, atol=1e-4)
+    assert_batch_is_peft(names, llms[base], expected, unadapted[base])
 
 
 def test_the_smaller_of_factors_and_matrix_is_kept(llms: dict[str, LLM]) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -15,7 +14,6 @@ import torch
 from peft.tuners.boft import layer as boft_layer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from graftlm import LLM, SamplingParams
 from graftlm.adapters.methods import METHODS, REFUSED_METHODS
@@ -27,17 +25,30 @@ from graftlm.errors import (
     InvalidRequest,
 )
 from tests import tiny
+from tests.parity.method_rig import (
+    BASES,
+    PROMPT,
+    Case,
+    Expected,
+    assert_adapter_is_peft,
+    assert_batch_is_peft,
+    expect_adapters,
+    expect_bases,
+    generate,
+    load_llms,
+    make_adapter,
+    make_adapters,
+    make_bases,
+    run_peft,
+)
 
 # PEFT warns of a head among the targets, whose weight it saves as well, and of block sizes that it adjusts.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
 
-PROMPT = [5, 9, 200, 40, 17, 18, 33, 60, 7]
-NUM_TOKENS = 12
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
-Method = type[peft.PeftConfig]
 # name -> base, config class, config.
-CASES: dict[str, tuple[str, Method, dict[str, Any]]] = {
+CASES: dict[str, Case] = {
     "ia3-by-default": ("biased", peft.IA3Config, {}),
     "ia3-all-linear": (
         "biased",
@@ -122,18 +133,6 @@ CASES: dict[str, tuple[str, Method, dict[str, Any]]] = {
     "prompt-tuning-tied": ("tied", peft.PromptTuningConfig, {"num_virtual_tokens": 17}),
     "p-tuning": ("biased", peft.PromptEncoderConfig, {"num_virtual_tokens": 3, "encoder_hidden_size": 16}),
 }
-BASES: dict[str, dict[str, Any]] = {
-    "untied": {},
-    "tied": {"tied": True},
-    "biased": {"attention_bias": True, "mlp_bias": True},
-}
-
-
-class Expected(SimpleNamespace):
-    """What PEFT computes with an adapter: logits of the prompt, and the tokens it continues with."""
-
-    logits: Tensor
-    token_ids: tuple[int, ...]
 
 
 class PlainFastBlockDiagonal:
@@ -153,81 +152,27 @@ def butterfly() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("bases")
-    made = {name: tiny.make_llama(folder / name, **config) for name, config in BASES.items()}
-    weights = made["biased"] / "model.safetensors"
-    loud = {
-        name: torch.randn_like(tensor) if name.endswith("bias") else tensor
-        for name, tensor in load_file(weights).items()
-    }
-    save_file(loud, weights, metadata={"format": "pt"})
-    return made
+    return make_bases(tmp_path_factory.mktemp("bases"))
 
 
 @pytest.fixture(scope="module")
 def folders(bases: dict[str, Path], butterfly: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("adapters")
-    return {
-        name: make_adapter(bases[base], folder / name, method(task_type="CAUSAL_LM", **config))
-        for name, (base, method, config) in CASES.items()
-    }
+    return make_adapters(CASES, bases, tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture(scope="module")
 def llms(bases: dict[str, Path], folders: dict[str, Path]) -> dict[str, LLM]:
-    llms = {name: LLM(path) for name, path in bases.items()}
-    for name, (base, _, _) in CASES.items():
-        llms[base].load_adapter(name, folders[name])
-    return llms
+    return load_llms(CASES, bases, folders)
 
 
 @pytest.fixture(scope="module")
 def expected(bases: dict[str, Path], folders: dict[str, Path]) -> dict[str, Expected]:
-    return {name: run_peft(bases[base], folders[name]) for name, (base, _, _) in CASES.items()}
+    return expect_adapters(CASES, bases, folders)
 
 
 @pytest.fixture(scope="module")
 def unadapted(bases: dict[str, Path]) -> dict[str, Expected]:
-    return {name: run_peft(path, None) for name, path in bases.items()}
-
-
-def make_adapter(base: Path, folder: Path, config: peft.PeftConfig, vocab_size: int | None = None) -> Path:
-    torch.manual_seed(len(folder.name))
-    adapted = peft.get_peft_model(open_base(base, vocab_size), config)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.3)
-    adapted.save_pretrained(folder)
-    return folder
-
-
-@torch.no_grad()
-def run_peft(
-    base: Path, folder: Path | None, vocab_size: int | None = None, prompt: Sequence[int] = PROMPT
-) -> Expected:
-    model = open_base(base, vocab_size)
-    if folder is not None:
-        model = peft.PeftModel.from_pretrained(model, folder).eval()
-    token_ids = list(prompt)
-    logits = rows = model(input_ids=torch.tensor([token_ids])).logits[0]
-    for _ in range(NUM_TOKENS):
-        token_ids.append(int(rows[-1].argmax()))
-        rows = model(input_ids=torch.tensor([token_ids])).logits[0]
-    return Expected(logits=logits[-len(prompt) :], token_ids=tuple(token_ids[len(prompt) :]))
-
-
-def open_base(base: Path, vocab_size: int | None) -> Any:
-    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    if vocab_size is not None:
-        model.resize_token_embeddings(vocab_size, mean_resizing=False)
-    return model
-
-
-def generate(llm: LLM, adapters: list[str | None]) -> list[tuple[int, ...]]:
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    prompts: Any = [{"prompt_token_ids": PROMPT}] * len(adapters)
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, adapter=adapters)]
+    return expect_bases(bases)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -235,13 +180,7 @@ def test_logits_and_greedy_tokens_are_those_of_peft(
     name: str, llms: dict[str, LLM], expected: dict[str, Expected], unadapted: dict[str, Expected]
 ) -> None:
     base = CASES[name][0]
-    reference = expected[name].logits
-    moved = (reference - unadapted[base].logits).abs().max()
-    assert moved > 1e-2
-    logits = llms[base].logits(PROMPT, adapter=name)
-    assert logits.shape == reference.shape
-    assert (logits - reference).abs().max() <= 1e-4 * (1 + reference.abs().max())
-    assert generate(llms[base], [name]) == [expected[name].token_ids]
+    assert_adapter_is_peft(name, llms[base], expected[name], unadapted[base])
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -249,10 +188,7 @@ def test_adapters_of_all_methods_and_the_base_share_a_batch_without_touching_eac
     base: str, llms: dict[str, LLM], expected: dict[str, Expected], unadapted: dict[str, Expected]
 ) -> None:
     names = [name for name, case in CASES.items() if case[0] == base]
-    mixed = [None, *names, None, *reversed(names), None]
-    wanted = [unadapted[base].token_ids if name is None else expected[name].token_ids for name in mixed]
-    assert generate(llms[base], mixed) == wanted
-    torch.testing.assert_close(llms[base].logits(PROMPT), unadapted[base].logits, rtol=1e-4, atol=1e-4)
+    assert_batch_is_peft(names, llms[base], expected, unadapted[base])
 
 
 def test_every_method_of_peft_is_served_or_refused_with_a_reason() -> None:

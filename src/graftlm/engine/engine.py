@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ class Engine:
         self.registry = AdapterRegistry(base_name=self.model_name, max_bytes=config.adapter_memory_bytes)
         self.vocab_size = decoder.vocab_size
         self._base = DecoderWeights(decoder)
+        self._loading = threading.Lock()
         folder, gguf_file = checkpoint.tokenizer_files
         self._texts = AdapterTexts(self.tokenizer, folder if gguf_file is None else None)
         self.core = _core(config, decoder, num_blocks, self.registry)
@@ -80,20 +82,22 @@ class Engine:
         Raises:
             AdapterError: says which adapter, and what is wrong; nothing is kept of it then.
         """
-        self.registry.check_name(name)
-        try:
-            adapter = load_adapter(
-                name,
-                source,
-                self._base,
-                max_bytes=self.registry.free_bytes,
-                allow_pickle=self.config.allow_pickle,
-                texts=self._texts,
-            )
-        except AdapterError as error:
-            what = f"adapter {name}: {error.what}"
-            raise type(error)(what, got=error.got, allowed=error.allowed, do=error.do) from error
-        self.registry.add(adapter)
+        # One at a time: each load sees what the last one left of the memory, and no name is read twice at once.
+        with self._loading:
+            self.registry.check_name(name)
+            try:
+                adapter = load_adapter(
+                    name,
+                    source,
+                    self._base,
+                    max_bytes=self.registry.free_bytes,
+                    allow_pickle=self.config.allow_pickle,
+                    texts=self._texts,
+                )
+            except AdapterError as error:
+                what = f"adapter {name}: {error.what}"
+                raise type(error)(what, got=error.got, allowed=error.allowed, do=error.do) from error
+            self.registry.add(adapter)
         return adapter
 
     def tokenizer_of(self, adapter: str | None) -> Tokenizer:

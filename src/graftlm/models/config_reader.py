@@ -40,6 +40,8 @@ DESCRIPTIVE_KEYS = frozenset(
         "use_cache",
     }
 )
+# Nothing a config counts comes near it; a number beyond would be turned into memory before the weights are compared.
+LARGEST_SIZE = 1 << 24
 
 
 class ConfigReader:
@@ -61,14 +63,16 @@ class ConfigReader:
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer.
+        """A positive integer, small enough to be a size.
 
         Raises:
-            CheckpointError: absent without a default, or not a positive integer.
+            CheckpointError: absent without a default, or not such an integer.
         """
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"config.json: {self._prefix}{key} is not a positive integer", got=repr(value))
+            raise CheckpointError(f"config.json: {self._prefix}{key} is not a positive integer", got=repr(value)[:100])
+        if value > LARGEST_SIZE:
+            raise CheckpointError(f"config.json: {self._prefix}{key} is too large", got=repr(value)[:100])
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -107,16 +107,6 @@ class AdapterRegistry:
                 raise self._not_found(name)
         return model
 
-    def get(self, model: str) -> Adapter:
-        """The adapter of this name, or the sum a weighted name stands for, without holding it.
-
-        Raises:
-            ModelNotFound, InvalidRequest, AdapterUnsupported
-        """
-        adapter = self.acquire(model)
-        self.release(adapter)
-        return adapter
-
     def acquire(self, model: str) -> Adapter:
         """The adapter of this name, or the sum that `a:0.7+b:0.3` stands for, held until `release`.
 
@@ -125,7 +115,7 @@ class AdapterRegistry:
         """
         weights = parse_weighted(model) if is_weighted(model) else {model: 1.0}
         with self._lock:
-            parts = [(self._get(name), weight) for name, weight in weights.items()]
+            parts = [(self.get(name), weight) for name, weight in weights.items()]
             if not is_weighted(model):
                 adapter = parts[0][0]
             else:
@@ -144,7 +134,12 @@ class AdapterRegistry:
                 if self._holds[part] == 0:
                     del self._holds[part]
 
-    def _get(self, name: str) -> Adapter:
+    def get(self, name: str) -> Adapter:
+        """The adapter of this name, without holding it.
+
+        Raises:
+            ModelNotFound
+        """
         adapter = self._by_name.get(name)
         if adapter is None:
             raise self._not_found(name)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graftlm.adapters import Adapter, AdapterRegistry, load_adapter
 from graftlm.adapters.text import AdapterTexts
+from graftlm.adapters.weighted import is_weighted
 from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
 from graftlm.engine.block_pool import BlockPool
@@ -57,7 +58,6 @@ class Engine:
         num_blocks = _num_blocks(config, decoder)
         self.max_model_len = _max_model_len(config, decoder, num_blocks)
         self.registry = AdapterRegistry(base_name=self.model_name, max_bytes=config.adapter_memory_bytes)
-        self.vocab_size = decoder.vocab_size
         self._base = DecoderWeights(decoder)
         self._loading = threading.Lock()
         folder, gguf_file = checkpoint.tokenizer_files
@@ -101,12 +101,14 @@ class Engine:
         return adapter
 
     def tokenizer_of(self, adapter: str | None) -> Tokenizer:
-        """The tokenizer that serves an adapter, or the base.
+        """The tokenizer that serves an adapter, or the base, whose tokenizer serves weighted sums too.
 
         Raises:
             ModelNotFound
         """
-        own = None if adapter is None else self.registry.get(adapter).text.tokenizer
+        if adapter is None or is_weighted(adapter):
+            return self.tokenizer
+        own = self.registry.get(adapter).text.tokenizer
         return self.tokenizer if own is None else own
 
     def unload_adapter(self, name: str) -> None:

@@ -129,7 +129,8 @@ class PromptChecker:
         """Ids beyond the vocabulary are left out: they are never sampled, and must not reach the logits."""
         own = None if adapter is None else adapter.text.end_token_ids
         ids = self._end_token_ids if own is None else own
-        return ids & frozenset(range(self._vocab_size_of(adapter)))
+        vocabulary = range(self._vocab_size_of(adapter))
+        return frozenset(token_id for token_id in ids if token_id in vocabulary)
 
     def _vocab_size_of(self, adapter: Adapter | None) -> int:
         return self._vocab_size if adapter is None or adapter.vocab_size is None else adapter.vocab_size

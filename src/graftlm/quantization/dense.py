@@ -21,6 +21,10 @@ class DenseWeight:
     def num_bytes(self) -> int:
         return self._matrix.nbytes
 
+    @property
+    def format(self) -> str:
+        return str(self._matrix.dtype).removeprefix("torch.")
+
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.linear(x, self._matrix, bias)
 

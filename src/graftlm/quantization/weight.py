@@ -20,6 +20,11 @@ class Weight(Protocol):
         """Memory the stored form takes."""
         ...
 
+    @property
+    def format(self) -> str:
+        """What it is stored as, for people, such as "bfloat16" or "nf4, blocks of 64"."""
+        ...
+
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ W.T + bias. x: [T, in] -> [T, out], in x's dtype."""
         ...

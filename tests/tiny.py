@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 CHAT_TEMPLATE = (
@@ -56,16 +56,35 @@ def make_llama(
     return folder
 
 
-def make_adapter(base: Path, folder: Path, *, seed: int = 1, scale: float = 0.3, **config: Any) -> Path:
-    """Write a PEFT LoRA adapter for `base` whose A and B are random and loud, as PEFT saves it."""
+def make_model(folder: Path, config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a random model of any family, every tensor of it loud, and a byte-level tokenizer.
+
+    transformers starts norms at one and biases at zero; one that is applied in the wrong place, or not at all, would go
+    unnoticed.
+    """
     torch.manual_seed(seed)
-    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() < 2:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.to(dtype).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def make_adapter(base: Path, folder: Path, *, seed: int = 1, scale: float = 0.3, **config: Any) -> Path:
+    """Write a PEFT LoRA adapter for `base` whose A, B and saved modules are random and loud, as PEFT saves it."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     settings: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], **config}
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=scale)
+            elif "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
     adapted.save_pretrained(folder, save_embedding_layers=False)
     return folder
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from graftlm.kernels import ops
 
 CANARY = 1e4
+SCORES = ops.AttentionScores(scale=0.35)
 HEADS = {"multi-head": (4, 4), "grouped-query": (6, 2), "multi-query": (4, 1)}
 
 
@@ -53,20 +54,29 @@ def fill_cache(sequences: list[Sequence], block_size: int, spare_blocks: int = 3
     return caches
 
 
-def dense_attention(sequence: Sequence, scale: float) -> Tensor:
+def dense_attention(sequence: Sequence, scores: ops.AttentionScores, window: int | None) -> Tensor:
     """One sequence, one head and one query at a time."""
     query, key, value = sequence.query.double(), sequence.key.double(), sequence.value.double()
     group = query.shape[1] // key.shape[1]
     out = torch.empty_like(query)
     for row, head in itertools.product(range(query.shape[0]), range(query.shape[1])):
         visible = len(key) - len(query) + row + 1
-        keys, values = key[:visible, head // group], value[:visible, head // group]
-        scores = torch.exp(scale * (keys @ query[row, head]))
-        out[row, head] = (scores / scores.sum()) @ values
+        oldest = 0 if window is None else max(visible - window, 0)
+        keys, values = key[oldest:visible, head // group], value[oldest:visible, head // group]
+        products = scores.scale * (keys @ query[row, head])
+        if scores.softcap is not None:
+            products = scores.softcap * torch.tanh(products / scores.softcap)
+        if scores.slopes is not None:
+            products = products + scores.slopes[head].double() * torch.arange(oldest, visible)
+        weights = torch.exp(products)
+        sink = 0.0 if scores.sinks is None else torch.exp(scores.sinks[head].double())
+        out[row, head] = (weights / (weights.sum() + sink)) @ values
     return out
 
 
-def attend(sequences: list[Sequence], block_size: int, scale: float) -> Tensor:
+def attend(
+    sequences: list[Sequence], block_size: int, scores: ops.AttentionScores, window: int | None = None
+) -> Tensor:
     key_cache, value_cache = fill_cache(sequences, block_size)
     plan = ops.plan_attention(
         [len(sequence.query) for sequence in sequences],
@@ -74,15 +84,22 @@ def attend(sequences: list[Sequence], block_size: int, scale: float) -> Tensor:
         # Tables as the engine hands them over: they may be longer than what this step needs.
         [[*sequence.blocks, 0, 1] for sequence in sequences],
         block_size=block_size,
+        window=window,
         device=torch.device("cpu"),
     )
     query = torch.cat([sequence.query for sequence in sequences])
-    return ops.paged_attention(query, key_cache, value_cache, plan, scale=scale)
+    return ops.paged_attention(query, key_cache, value_cache, plan, scores)
 
 
-def check(sequences: list[Sequence], block_size: int, scale: float = 0.35, tolerance: float = 1e-5) -> None:
-    expected = torch.cat([dense_attention(sequence, scale) for sequence in sequences])
-    got = attend(sequences, block_size, scale)
+def check(
+    sequences: list[Sequence],
+    block_size: int,
+    scores: ops.AttentionScores = SCORES,
+    window: int | None = None,
+    tolerance: float = 1e-5,
+) -> None:
+    expected = torch.cat([dense_attention(sequence, scores, window) for sequence in sequences])
+    got = attend(sequences, block_size, scores, window)
     assert got.dtype == sequences[0].query.dtype
     torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
 
@@ -114,7 +131,49 @@ def test_random_mixes_of_chunks_and_decodes_match_the_formula(seed: int) -> None
         shapes.append((rng.randint(1, total), total))
     rng.shuffle(shapes)
     sequences = [make_sequence(query, total, heads, rng.choice([4]), torch.float32) for query, total in shapes]
-    check(sequences, rng.choice([1, 2, 16, 64]), scale=rng.uniform(0.1, 1.0))
+    check(sequences, rng.choice([1, 2, 16, 64]), ops.AttentionScores(scale=rng.uniform(0.1, 1.0)))
+
+
+KINDS_OF_SCORES = {
+    "softcap": {"softcap": 1.5},
+    "alibi": {"slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.7, 0.01])},
+    "sinks": {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, -4.0])},
+    "softcap and alibi": {"softcap": 1.5, "slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.7, 0.01])},
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 8, 16, 17, 300])
+@pytest.mark.parametrize("kind", KINDS_OF_SCORES)
+def test_scores_are_made_as_the_model_says(kind: str, window: int | None) -> None:
+    torch.manual_seed(6)
+    shapes = [(1, 1), (1, 17), (1, 40), (5, 21), (8, 8), (20, 20), (3, 64)]
+    sequences = [make_sequence(query, total, (6, 2), 8, torch.float32) for query, total in shapes]
+    check(sequences, 8, ops.AttentionScores(scale=0.35, **KINDS_OF_SCORES[kind]), window)
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 256, 1000])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_a_window_hides_what_lies_behind_it(heads: tuple[int, int], window: int, block_size: int) -> None:
+    torch.manual_seed(7)
+    shapes = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 40), (5, 21), (8, 8), (20, 20), (33, 64), (2, 257), (1, 257)]
+    check([make_sequence(query, total, heads, 8, torch.float32) for query, total in shapes], block_size, window=window)
+
+
+def test_blocks_behind_the_window_are_not_read() -> None:
+    """They may be another sequence's by now."""
+    torch.manual_seed(8)
+    decode, chunk = (make_sequence(query, 40, (4, 2), 8, torch.float32) for query in (1, 6))
+    key_cache, value_cache = fill_cache([decode, chunk], 4)
+    window = 9
+    behind = [*decode.blocks[: (40 - window) // 4], *chunk.blocks[: (35 - window) // 4]]
+    key_cache[behind], value_cache[behind] = torch.nan, torch.nan
+    plan = ops.plan_attention(
+        [1, 6], [40, 40], [decode.blocks, chunk.blocks], block_size=4, window=window, device=torch.device("cpu")
+    )
+    got = ops.paged_attention(torch.cat([decode.query, chunk.query]), key_cache, value_cache, plan, SCORES)
+    expected = torch.cat([dense_attention(sequence, SCORES, window) for sequence in (decode, chunk)])
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
@@ -129,10 +188,10 @@ def test_a_row_does_not_depend_on_the_sequences_beside_it() -> None:
     torch.manual_seed(3)
     shapes = [(1, 17), (5, 21), (1, 40), (1, 200), (8, 8)]
     together = [make_sequence(query, total, (4, 2), 8, torch.float32) for query, total in shapes]
-    rows = attend(together, 16, 0.35).split([query for query, _ in shapes])
+    rows = attend(together, 16, SCORES).split([query for query, _ in shapes])
     for sequence, beside_others in zip(together, rows, strict=True):
         sequence.blocks.clear()
-        torch.testing.assert_close(attend([sequence], 16, 0.35), beside_others, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(attend([sequence], 16, SCORES), beside_others, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -38,6 +38,15 @@ def test_position_zero_changes_nothing() -> None:
     assert torch.equal(ops.apply_rotary(x, torch.ones(1, 1, 4), torch.zeros(1, 1, 4)), x)
 
 
+def test_dimensions_beyond_the_rotated_ones_are_copied() -> None:
+    torch.manual_seed(2)
+    x = torch.randn(5, 3, 20)
+    angles = angles_of(torch.arange(5) * 7, 4)
+    got = ops.apply_rotary(x, angles.cos().float(), angles.sin().float())
+    torch.testing.assert_close(got[..., :8].double(), by_complex_numbers(x[..., :8], angles), atol=1e-6, rtol=1e-5)
+    assert torch.equal(got[..., 8:], x[..., 8:])
+
+
 def test_heads_of_a_fused_projection_are_read_in_place() -> None:
     torch.manual_seed(1)
     fused = torch.randn(4, 10, 8)

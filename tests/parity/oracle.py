@@ -12,7 +12,7 @@ from typing import Any
 import peft
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from graftlm import LLM, SamplingParams
 from tests.tiny import make_adapter
@@ -39,7 +39,7 @@ class Oracle:
         return logits
 
     def _load(self, adapter: Path | None) -> torch.nn.Module:
-        model = LlamaForCausalLM.from_pretrained(self._base, dtype=self._dtype, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(self._base, dtype=self._dtype, attn_implementation="eager")
         if adapter is not None:
             model = peft.PeftModel.from_pretrained(model, adapter)
         return model.eval()

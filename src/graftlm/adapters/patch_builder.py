@@ -21,6 +21,7 @@ from graftlm.layers.patch import (
     InputTransform,
     LinearPatch,
     ModelPatch,
+    NormPatch,
     OutputTransform,
     PartOverride,
     PartTransform,
@@ -57,7 +58,7 @@ class PatchBuilder:
     def __init__(self, base: BaseWeights) -> None:
         self._base = base
         self._linears: dict[str, _LinearChanges] = defaultdict(_LinearChanges)
-        self._norms: dict[Slot, Tensor] = {}
+        self._norms: dict[Slot, NormPatch] = {}
         self._embedding: _EmbeddingChanges | None = None
         self._modules: dict[str, BoundModule] = {}
 
@@ -101,9 +102,10 @@ class PatchBuilder:
     def replace_head_rows(self, rows: ReplacedRows) -> None:
         self._linears[self._base.sites.head_path].rows = rows
 
-    def replace_norm(self, path: str, weight: Tensor) -> None:
-        """weight: [E]."""
-        self._norms[self._base.sites.norms[path]] = self._cast(weight)
+    def replace_norm(self, path: str, weight: Tensor, bias: Tensor | None) -> None:
+        """weight, bias: [E]; a bias if and only if the base's norm has one."""
+        patch = NormPatch(weight=self._cast(weight), bias=None if bias is None else self._cast(bias))
+        self._norms[self._base.sites.norms[path].slot] = patch
 
     def replace_table(self, table: Tensor) -> None:
         """Use another embedding table, [V', E]."""

@@ -105,14 +105,13 @@ def _fit(adapter: str, base: str, *, allow_pickle: bool) -> str:
     from graftlm.checkpoint import open_checkpoint
     from graftlm.errors import AdapterError
     from graftlm.models.base_weights import CheckpointWeights
-    from graftlm.models.build import read_sites
 
     checkpoint = open_checkpoint(base)
     try:
         loaded = load_adapter(
             "inspected",
             adapter,
-            CheckpointWeights(checkpoint, read_sites(checkpoint)),
+            CheckpointWeights(checkpoint),
             max_bytes=2**62,
             allow_pickle=allow_pickle,
         )

@@ -9,7 +9,7 @@ import torch
 from graftlm.adapters import Adapter
 from graftlm.engine.scheduler import ScheduledSequence
 from graftlm.kernels import ops
-from graftlm.layers.batch import RaggedBatch
+from graftlm.layers.batch import CacheGroupBatch, RaggedBatch
 from graftlm.layers.patch import ModelPatch, Segment
 
 
@@ -18,6 +18,7 @@ def build_batch(
     adapters: Mapping[str, Adapter],
     *,
     block_size: int,
+    windows: Sequence[int | None],
     device: torch.device,
 ) -> RaggedBatch:
     """Pack the sequences one after the other.
@@ -25,6 +26,7 @@ def build_batch(
     Args:
         sequences: those of one adapter next to each other.
         adapters: by digest.
+        windows: of the decoder's cache groups.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -38,21 +40,37 @@ def build_batch(
             sequence.block_table[position // block_size] * block_size + position % block_size for position in span
         )
         logit_rows.extend(range(len(token_ids) - sequence.num_logits, len(token_ids)))
+    placed = torch.tensor(slots, dtype=torch.int64, device=device)
+    groups = [
+        CacheGroupBatch(
+            slots=placed,
+            attention=ops.plan_attention(
+                [len(sequence.token_ids) for sequence in sequences],
+                [sequence.stop for sequence in sequences],
+                [sequence.block_table for sequence in sequences],
+                block_size=block_size,
+                window=window,
+                device=device,
+            ),
+        )
+        for window in windows
+    ]
     return RaggedBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        slots=torch.tensor(slots, dtype=torch.int64, device=device),
-        attention=ops.plan_attention(
-            [len(sequence.token_ids) for sequence in sequences],
-            [sequence.stop for sequence in sequences],
-            [sequence.block_table for sequence in sequences],
-            block_size=block_size,
-            device=device,
-        ),
+        prompt_lens=_per_token(sequences, [sequence.prompt_len for sequence in sequences], device),
+        sequence_lens=_per_token(sequences, [sequence.sequence_len for sequence in sequences], device),
+        groups=tuple(groups),
         segments=_segments(sequences, adapters, [len(sequence.token_ids) for sequence in sequences]),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         logit_segments=_segments(sequences, adapters, [sequence.num_logits for sequence in sequences]),
     )
+
+
+def _per_token(sequences: Sequence[ScheduledSequence], values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Each sequence's value for each of its tokens, [T] int64."""
+    counts = torch.tensor([len(sequence.token_ids) for sequence in sequences])
+    return torch.tensor(values, dtype=torch.int64).repeat_interleave(counts).to(device)
 
 
 def _segments(

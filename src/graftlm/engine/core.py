@@ -129,6 +129,8 @@ class EngineCore:
                 token_ids=(chunk := tuple(token_ids[start : start + self._max_num_batched_tokens])),
                 start=start,
                 active_from=active_from(token_ids, adapter),
+                prompt_len=len(token_ids),
+                sequence_len=len(token_ids),
                 block_table=tuple(blocks),
                 num_logits=len(chunk),
             )

@@ -41,7 +41,13 @@ class LocalExecutor:
         """Compute the sequences' tokens; logits of the rows that want them, [N, V] float32, in the given order."""
         if begun := [block for sequence in sequences if (block := self._begun_block(sequence)) is not None]:
             self._cache.clear(begun)
-        batch = build_batch(sequences, self._adapters, block_size=self._cache.block_size, device=self._decoder.device)
+        batch = build_batch(
+            sequences,
+            self._adapters,
+            block_size=self._cache.block_size,
+            windows=self._decoder.windows,
+            device=self._decoder.device,
+        )
         return self._decoder(batch, self._cache)
 
     def _begun_block(self, sequence: ScheduledSequence) -> BlockId | None:

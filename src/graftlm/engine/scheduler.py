@@ -25,6 +25,7 @@ class ScheduledSequence:
     """Tokens of one request to compute now.
 
     start: position of the first of them. active_from: position from which the adapter is active.
+    prompt_len, sequence_len: tokens of the prompt, and tokens known so far; rotary frequencies may depend on them.
     num_logits: how many of the last rows need logits; 0 when the prompt goes on.
     """
 
@@ -33,6 +34,8 @@ class ScheduledSequence:
     token_ids: tuple[int, ...]
     start: int
     active_from: int
+    prompt_len: int
+    sequence_len: int
     block_table: tuple[BlockId, ...]
     num_logits: int
 
@@ -223,6 +226,8 @@ class Scheduler:
             token_ids=request.tokens(start, start + count),
             start=start,
             active_from=request.active_from,
+            prompt_len=len(request.prompt_token_ids),
+            sequence_len=request.num_tokens,
             block_table=tuple(request.block_table),
             num_logits=count if request.wants_prompt_logits else int(completes),
         )

@@ -1,20 +1,24 @@
 """The operations the layers call. One back-end exists today, the reference in plain torch; a second one brings the
 registry that chooses between them. Knows tensors and shapes; knows nothing of models, adapters or requests."""
 
-from graftlm.kernels.reference.activation import gated_activation
-from graftlm.kernels.reference.attention import AttentionPlan, paged_attention, plan_attention
+from graftlm.kernels.reference.activation import Activation, activate, gated_activation
+from graftlm.kernels.reference.attention import AttentionPlan, AttentionScores, paged_attention, plan_attention
 from graftlm.kernels.reference.kv_write import write_kv
 from graftlm.kernels.reference.lora import LoraExpand, LoraSegment, LoraUpdate, lora
-from graftlm.kernels.reference.norm import rms_norm
+from graftlm.kernels.reference.norm import layer_norm, rms_norm
 from graftlm.kernels.reference.rotary import apply_rotary
 
 __all__ = [
+    "Activation",
     "AttentionPlan",
+    "AttentionScores",
     "LoraExpand",
     "LoraSegment",
     "LoraUpdate",
+    "activate",
     "apply_rotary",
     "gated_activation",
+    "layer_norm",
     "lora",
     "paged_attention",
     "plan_attention",

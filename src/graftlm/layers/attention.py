@@ -2,33 +2,86 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 from torch import Tensor
 
 from graftlm.kernels import ops
-from graftlm.layers.batch import RaggedBatch
 from graftlm.layers.linear import Linear
+from graftlm.layers.norm import Norm
+from graftlm.layers.patch import Segment
 from graftlm.layers.rotary import RotaryEmbedding
+from graftlm.layers.step import DecoderStep
+
+# How the columns of the fused projection are shared out. "concatenated": all query heads, all key heads, all value
+# heads. "grouped": for each KV head its query heads, then its key, then its value.
+HeadOrder = Literal["concatenated", "grouped"]
 
 
 class Attention:
-    """Grouped-query attention with rotary positions; q, k and v come from one fused projection, in that order."""
+    """Grouped-query attention; q, k and v come from one fused projection.
 
-    def __init__(self, *, qkv: Linear, output: Linear, num_heads: int, num_kv_heads: int, head_dim: int, scale: float):
-        self.qkv = qkv
-        self.output = output
+    query_norm, key_norm: over slices of as many columns as the norm is wide: one head, or the whole projection.
+    cache_layer: which of the cache's layers holds this layer's keys and values. cache_group: whose block tables it
+    reads.
+    """
+
+    def __init__(
+        self,
+        *,
+        qkv: Linear,
+        output: Linear,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        head_order: HeadOrder,
+        scores: ops.AttentionScores,
+        rotary: RotaryEmbedding | None,
+        query_norm: Norm | None,
+        key_norm: Norm | None,
+        cache_layer: int,
+        cache_group: int,
+    ) -> None:
+        self._qkv = qkv
+        self._output = output
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
-        self._scale = scale
+        self._head_order = head_order
+        self._scores = scores
+        self._rotary = rotary
+        self._query_norm = query_norm
+        self._key_norm = key_norm
+        self._cache_layer = cache_layer
+        self._cache_group = cache_group
 
-    def __call__(
-        self, x: Tensor, batch: RaggedBatch, angles: tuple[Tensor, Tensor], key_cache: Tensor, value_cache: Tensor
-    ) -> Tensor:
+    def __call__(self, x: Tensor, step: DecoderStep) -> Tensor:
         """x: [T, E] -> [T, E]; writes this step's keys and values into the cache."""
-        heads = self.qkv(x, batch.segments).view(x.shape[0], -1, self._head_dim)
-        turned = self._num_heads + self._num_kv_heads
-        query_key = RotaryEmbedding.rotate(heads[:, :turned], angles)
-        query, key = query_key[:, : self._num_heads], query_key[:, self._num_heads :]
-        ops.write_kv(key, heads[:, turned:], key_cache, value_cache, batch.slots)
-        attended = ops.paged_attention(query, key_cache, value_cache, batch.attention, scale=self._scale)
-        return self.output(attended.reshape(x.shape[0], -1), batch.segments)
+        segments = step.batch.segments
+        query, key, value = self._split(self._qkv(x, segments))
+        query = _normed(query, self._query_norm, segments)
+        key = _normed(key, self._key_norm, segments)
+        if self._rotary is not None:
+            angles = step.angles[self._rotary]
+            query, key = RotaryEmbedding.rotate(query, angles), RotaryEmbedding.rotate(key, angles)
+        group = step.batch.groups[self._cache_group]
+        key_cache, value_cache = step.cache.key[self._cache_layer], step.cache.value[self._cache_layer]
+        ops.write_kv(key, value, key_cache, value_cache, group.slots)
+        attended = ops.paged_attention(query, key_cache, value_cache, group.attention, self._scores)
+        return self._output(attended.reshape(x.shape[0], -1), segments)
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, H, D], [T, K, D], [T, K, D]."""
+        if self._head_order == "concatenated":
+            heads = qkv.view(qkv.shape[0], -1, self._head_dim)
+            keys_end = self._num_heads + self._num_kv_heads
+            return heads[:, : self._num_heads], heads[:, self._num_heads : keys_end], heads[:, keys_end:]
+        groups = qkv.view(qkv.shape[0], self._num_kv_heads, -1, self._head_dim)
+        return groups[:, :, :-2].flatten(1, 2), groups[:, :, -2], groups[:, :, -1]
+
+
+def _normed(heads: Tensor, norm: Norm | None, segments: Sequence[Segment]) -> Tensor:
+    if norm is None or norm.weight is None:
+        return heads if norm is None else norm(heads, segments)
+    return norm(heads.reshape(heads.shape[0], -1, len(norm.weight)), segments).view(heads.shape)

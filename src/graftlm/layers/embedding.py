@@ -1,4 +1,4 @@
-"""Token embedding, with rows, tables and low-rank updates of adapters."""
+"""Token and position embeddings, with rows, tables and low-rank updates of adapters."""
 
 from __future__ import annotations
 
@@ -7,26 +7,69 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from graftlm.layers.batch import RaggedBatch
+from graftlm.layers.linear import Linear
+from graftlm.layers.norm import Norm
 from graftlm.layers.patch import EmbeddingPatch, ReplacedRows, Segment
 from graftlm.quantization import Weight
 
 
 class Embedding:
-    """Rows of a [V, E] table, which may be the output head's weight too."""
+    """Rows of a [V, E] table, which may be the output head's weight too.
 
-    def __init__(self, weight: Weight) -> None:
+    scale: factor of every row, an adapter's rows included; it is rounded to the table's dtype (Gemma).
+    """
+
+    def __init__(self, weight: Weight, scale: float | None = None) -> None:
         self.weight = weight
+        self._scale = scale
 
     def __call__(self, token_ids: Tensor, segments: Sequence[Segment]) -> Tensor:
         """token_ids: [T] int64 -> [T, E]. Ids beyond the base's table are those of an adapter with more rows."""
         patched = [(segment, patch) for segment in segments if (patch := segment.patch.embedding) is not None]
         if not patched:
-            return self.weight.rows(token_ids)
+            return self._scaled(self.weight.rows(token_ids))
         out = self.weight.rows(token_ids.clamp(max=self.weight.shape[0] - 1))
         for segment, patch in patched:
             span = slice(segment.start, segment.stop)
             out[span] = _embed(out[span], token_ids[span], patch)
-        return out
+        return self._scaled(out)
+
+    def _scaled(self, rows: Tensor) -> Tensor:
+        if self._scale is None:
+            return rows
+        return rows * torch.tensor(self._scale, dtype=rows.dtype, device=rows.device)
+
+
+class InputEmbedding:
+    """What the first layer sees: token rows, projected to the model's width, plus position rows, normed.
+
+    positions: [P, E], added to each token by its position. position_offset: the row of position 0.
+    """
+
+    def __init__(
+        self,
+        tokens: Embedding,
+        *,
+        project_in: Linear | None = None,
+        positions: Tensor | None = None,
+        position_offset: int = 0,
+        norm: Norm | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self._project_in = project_in
+        self._positions = positions
+        self._position_offset = position_offset
+        self._norm = norm
+
+    def __call__(self, batch: RaggedBatch) -> Tensor:
+        """[T, E]."""
+        hidden = self.tokens(batch.token_ids, batch.segments)
+        if self._project_in is not None:
+            hidden = self._project_in(hidden, batch.segments)
+        if self._positions is not None:
+            hidden = hidden + self._positions[batch.positions + self._position_offset]
+        return hidden if self._norm is None else self._norm(hidden, batch.segments)
 
 
 def _embed(base: Tensor, token_ids: Tensor, patch: EmbeddingPatch) -> Tensor:

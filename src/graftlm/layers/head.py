@@ -8,30 +8,41 @@ import torch
 from torch import Tensor
 
 from graftlm.layers.linear import apply_patches
-from graftlm.layers.patch import HeadPatch, Segment
+from graftlm.layers.patch import ReplacedRows, Segment
 from graftlm.quantization import Weight
 
 
 class OutputHead:
-    """Logits of hidden states. The weight may be the embedding's (a tied head); adapters on it touch the head alone."""
+    """Logits of hidden states. The weight may be the embedding's (a tied head); adapters on it touch the head alone.
 
-    def __init__(self, weight: Weight) -> None:
+    softcap: c * tanh(logit / c), after everything an adapter does.
+    """
+
+    def __init__(self, weight: Weight, bias: Tensor | None = None, softcap: float | None = None) -> None:
         self.weight = weight
+        self.bias = bias
+        self._softcap = softcap
 
     def __call__(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
         """hidden: [N, E] -> [N, V'] float32, where V' is the largest vocabulary among the rows; a row's logits beyond
         its own vocabulary are -inf."""
         patched = [(segment, patch) for segment in segments if (patch := segment.patch.head) is not None]
-        logits = self.weight.matmul(hidden)
+        logits = self.weight.matmul(hidden, self.bias)
         resized = [patch.vocab_size for _, patch in patched if patch.vocab_size is not None]
         if resized:
             logits = _widen(logits, max(resized))
         apply_patches(logits, hidden, ((segment.start, segment.stop, patch.linear) for segment, patch in patched))
-        logits = logits.float()
         for segment, patch in patched:
             span = slice(segment.start, segment.stop)
-            _own_vocabulary(logits[span], hidden[span], patch)
-        return logits
+            if patch.vocab_size is not None:
+                logits[span, patch.vocab_size :] = -torch.inf
+            if patch.rows is not None:
+                logits[span, patch.rows.ids] = self._replaced(hidden[span], patch.rows)
+        return (logits if self._softcap is None else _capped(logits, self._softcap)).float()
+
+    def _replaced(self, hidden: Tensor, rows: ReplacedRows) -> Tensor:
+        logits = hidden @ rows.values.t()
+        return logits if self.bias is None else logits + self.bias[rows.ids]
 
 
 def _widen(logits: Tensor, width: int) -> Tensor:
@@ -42,8 +53,6 @@ def _widen(logits: Tensor, width: int) -> Tensor:
     return wider
 
 
-def _own_vocabulary(logits: Tensor, hidden: Tensor, patch: HeadPatch) -> None:
-    if patch.vocab_size is not None:
-        logits[:, patch.vocab_size :] = -torch.inf
-    if patch.rows is not None:
-        logits[:, patch.rows.ids] = (hidden @ patch.rows.values.t()).float()
+def _capped(logits: Tensor, softcap: float) -> Tensor:
+    """Logits beyond a vocabulary stay -inf."""
+    return torch.where(torch.isneginf(logits), logits, torch.tanh(logits / softcap) * softcap)

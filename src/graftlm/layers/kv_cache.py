@@ -13,10 +13,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class KVShape:
-    """What one layer caches per token."""
+    """What one layer caches per token. group: layers of one group share their block tables."""
 
     num_kv_heads: int
     head_dim: int
+    group: int = 0
 
 
 class KVCache:

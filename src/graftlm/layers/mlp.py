@@ -1,21 +1,44 @@
-"""The feed-forward block."""
+"""Feed-forward layers."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from graftlm.kernels import ops
-from graftlm.layers.batch import RaggedBatch
 from graftlm.layers.linear import Linear
+from graftlm.layers.patch import Segment
+
+
+class FeedForward(Protocol):
+    """The part of a decoder layer that sees one token at a time."""
+
+    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """x: [T, E] -> [T, E]."""
+        ...
+
+
+class MLP:
+    """down(activation(up(x)))."""
+
+    def __init__(self, *, up: Linear, down: Linear, activation: ops.Activation) -> None:
+        self._up = up
+        self._down = down
+        self._activation = activation
+
+    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+        return self._down(ops.activate(self._up(x, segments), self._activation), segments)
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)); gate and up are one fused projection, in that order."""
+    """down(activation(gate(x)) * up(x)); gate and up are one fused projection, in that order."""
 
-    def __init__(self, *, gate_up: Linear, down: Linear) -> None:
-        self.gate_up = gate_up
-        self.down = down
+    def __init__(self, *, gate_up: Linear, down: Linear, activation: ops.Activation) -> None:
+        self._gate_up = gate_up
+        self._down = down
+        self._activation = activation
 
-    def __call__(self, x: Tensor, batch: RaggedBatch) -> Tensor:
-        """x: [T, E] -> [T, E]."""
-        return self.down(ops.gated_activation(self.gate_up(x, batch.segments)), batch.segments)
+    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+        return self._down(ops.gated_activation(self._gate_up(x, segments), self._activation), segments)

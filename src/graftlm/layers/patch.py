@@ -139,11 +139,23 @@ class HeadPatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NormPatch:
+    """A norm's weight and bias, [E] each, used instead of the base's."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.nbytes + _bytes(self.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelPatch:
-    """Everything an adapter does. norms: slot -> the weight used instead, [E]."""
+    """Everything an adapter does."""
 
     linears: Mapping[Slot, LinearPatch] = field(default_factory=dict)
-    norms: Mapping[Slot, Tensor] = field(default_factory=dict)
+    norms: Mapping[Slot, NormPatch] = field(default_factory=dict)
     embedding: EmbeddingPatch | None = None
     head: HeadPatch | None = None
 
@@ -151,7 +163,7 @@ class ModelPatch:
     def num_bytes(self) -> int:
         return (
             sum(patch.num_bytes for patch in self.linears.values())
-            + sum(weight.nbytes for weight in self.norms.values())
+            + sum(patch.num_bytes for patch in self.norms.values())
             + (0 if self.embedding is None else self.embedding.num_bytes)
             + (0 if self.head is None else self.head.num_bytes)
         )

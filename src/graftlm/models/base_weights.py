@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from graftlm.checkpoint import Checkpoint
-from graftlm.layers.patch import Slot
 from graftlm.models.decoder import Decoder
-from graftlm.models.site import HEAD_SLOT, SiteMap
+from graftlm.models.layout import HEAD_SLOT
+from graftlm.models.read import read_sites, read_spec
+from graftlm.models.site import SiteMap
+from graftlm.models.tensors import NamedTensors
 from graftlm.quantization import DenseWeight, Weight
 
 
@@ -29,8 +31,8 @@ class BaseWeights(Protocol):
         """Bias of a linear module, [out]."""
         ...
 
-    def norm(self, path: str) -> Tensor:
-        """Weight of a norm, [E]."""
+    def norm(self, path: str) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a norm, [E] each."""
         ...
 
     def embedding(self) -> Tensor:
@@ -45,57 +47,56 @@ class DecoderWeights:
         self.sites = decoder.sites
         self.dtype = decoder.dtype
         self.device = decoder.device
-        self._embedding = decoder.embedding
-        self._head = decoder.head
-        layers = decoder.layers
-        linears = [
-            linear
-            for layer in layers
-            for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
-        ]
-        norms = [norm for layer in layers for norm in (layer.pre_attention_norm, layer.pre_mlp_norm)]
-        self._linears = {linear.slot: linear for linear in linears}
-        self._norms: dict[Slot, Tensor] = {norm.slot: norm.weight for norm in (*norms, decoder.final_norm)}
+        self._decoder = decoder
 
     def linear(self, path: str) -> Weight:
         site = self.sites.linears[path]
         if site.slot == HEAD_SLOT:
-            return self._head.weight
-        return self._linears[site.slot].weight.part(site.start, site.stop)
+            return self._decoder.head.weight
+        return self._decoder.linears[site.slot].weight.part(site.start, site.stop)
 
     def bias(self, path: str) -> Tensor | None:
         site = self.sites.linears[path]
-        bias = None if site.slot == HEAD_SLOT else self._linears[site.slot].bias
-        return None if bias is None else bias[site.start : site.stop]
+        layer = self._decoder.head if site.slot == HEAD_SLOT else self._decoder.linears[site.slot]
+        return None if layer.bias is None else layer.bias[site.start : site.stop]
 
-    def norm(self, path: str) -> Tensor:
-        return self._norms[self.sites.norms[path]]
+    def norm(self, path: str) -> tuple[Tensor, Tensor | None]:
+        norm = self._decoder.norms[self.sites.norms[path].slot]
+        if norm.weight is None:
+            raise KeyError(path)  # a norm without a weight is no site
+        return norm.weight, norm.bias
 
     def embedding(self) -> Tensor:
-        return self._embedding.weight.dequantize()
+        return self._decoder.embedding.tokens.weight.dequantize()
 
 
 class CheckpointWeights:
     """`BaseWeights` read from disk one by one: to check an adapter without loading the model."""
 
-    def __init__(self, checkpoint: Checkpoint, sites: SiteMap) -> None:
-        self.sites = sites
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        family, _ = read_spec(checkpoint)
+        self.sites = read_sites(checkpoint)
         self.dtype = torch.float32
         self.device = torch.device("cpu")
-        self._checkpoint = checkpoint
+        self._tensors = NamedTensors(checkpoint, family.names)
 
     def linear(self, path: str) -> Weight:
-        name = f"{path}.weight"
-        if path == self.sites.head_path and name not in self._checkpoint.tensor_names():
+        if path == self.sites.head_path and self.sites.tied_head:
             return DenseWeight(self.embedding())
-        return DenseWeight(self._checkpoint.read(name).float())
+        matrix = self._read(f"{path}.weight")
+        return DenseWeight(matrix.t() if self.sites.linears[path].transposed else matrix)
 
     def bias(self, path: str) -> Tensor | None:
-        name = f"{path}.bias"
-        return self._checkpoint.read(name).float() if name in self._checkpoint.tensor_names() else None
+        return self._optional(f"{path}.bias")
 
-    def norm(self, path: str) -> Tensor:
-        return self._checkpoint.read(f"{path}.weight").float()
+    def norm(self, path: str) -> tuple[Tensor, Tensor | None]:
+        return self._read(f"{path}.weight"), self._optional(f"{path}.bias")
 
     def embedding(self) -> Tensor:
-        return self._checkpoint.read(f"{self.sites.embedding_path}.weight").float()
+        return self._read(f"{self.sites.embedding_path}.weight")
+
+    def _read(self, name: str) -> Tensor:
+        return self._tensors.read(name).float()
+
+    def _optional(self, name: str) -> Tensor | None:
+        return self._read(name) if name in self._tensors else None

@@ -1,35 +1,33 @@
-"""From a checkpoint to a decoder: finds the family, checks every tensor, stacks fused projections."""
+"""From a checkpoint to a decoder: checks every tensor, stacks fused projections."""
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from graftlm.checkpoint import Checkpoint
-from graftlm.errors import CheckpointError
+from graftlm.kernels.ops import AttentionScores
 from graftlm.layers.attention import Attention
-from graftlm.layers.embedding import Embedding
+from graftlm.layers.block import Block, ParallelBlock, PostNormBlock, SequentialBlock
+from graftlm.layers.embedding import Embedding, InputEmbedding
 from graftlm.layers.head import OutputHead
 from graftlm.layers.kv_cache import KVShape
 from graftlm.layers.linear import Linear
-from graftlm.layers.mlp import GatedMLP
-from graftlm.layers.norm import RMSNorm
+from graftlm.layers.mlp import MLP, FeedForward, GatedMLP
+from graftlm.layers.norm import LayerNorm, Norm, RMSNorm
 from graftlm.layers.patch import Slot
 from graftlm.layers.rotary import RotaryEmbedding
-from graftlm.models.config_reader import ConfigReader
-from graftlm.models.decoder import Decoder, DecoderLayer
-from graftlm.models.families import FAMILIES
-from graftlm.models.family import Family
-from graftlm.models.rope import inverse_frequencies
-from graftlm.models.site import FINAL_NORM_SLOT, FUSED_ROLES, NORM_ROLES, SiteMap, layer_slot, linear_shape, map_sites
-from graftlm.models.spec import LayerRole, LayerSpec, ModelSpec, NameMap
+from graftlm.models.decoder import Decoder
+from graftlm.models.layout import LayerLayout, LinearLayout, ModuleLayout, NormLayout, lay_out
+from graftlm.models.read import read_spec
+from graftlm.models.rope import rotary_embedding
+from graftlm.models.site import map_sites
+from graftlm.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NameMap, RopeSpec
+from graftlm.models.tensors import NamedTensors, check_tensors, expected_shapes, has_tied_head
 from graftlm.quantization import DenseWeight, Weight
-
-logger = logging.getLogger(__name__)
 
 
 def build_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -40,185 +38,176 @@ def build_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.d
             unknown or misshapen; the message lists them.
     """
     family, spec = read_spec(checkpoint)
-    check_tensors(checkpoint, expected_shapes(spec, family.names), family.names)
-    return _Builder(checkpoint, spec, family.names, dtype, device).build()
-
-
-def read_spec(checkpoint: Checkpoint) -> tuple[Family, ModelSpec]:
-    """Family and spec of a checkpoint, from its config alone.
-
-    Raises:
-        CheckpointError: an unknown architecture, or a config value that is not supported.
-    """
-    model_type = checkpoint.config.get("model_type")
-    family = FAMILIES.get(str(model_type))
-    if family is None:
-        raise CheckpointError(
-            "config.json: this model_type is not supported", got=repr(model_type), allowed=", ".join(sorted(FAMILIES))
-        )
-    config = ConfigReader(checkpoint.config)
-    spec = family.spec(config)
-    if unread := config.unread():
-        logger.warning("config.json has keys Graft does not read: %s", ", ".join(unread))
-    return family, spec
-
-
-def read_sites(checkpoint: Checkpoint) -> SiteMap:
-    """Where adapters can attach to a checkpoint's model, without reading a weight.
-
-    Raises:
-        CheckpointError: as `read_spec`.
-    """
-    family, spec = read_spec(checkpoint)
-    return map_sites(spec, family.names)
-
-
-def expected_shapes(spec: ModelSpec, names: NameMap) -> dict[str, tuple[int, ...]]:
-    """Every tensor a spec needs, with its shape. The head is absent when it is tied."""
-    embedding_shape = (spec.vocab_size, spec.hidden_size)
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{names.embedding}.weight": embedding_shape,
-        f"{names.final_norm}.weight": (spec.hidden_size,),
-    }
-    if not spec.tied_head:
-        shapes[f"{names.head}.weight"] = embedding_shape
-    for index, layer in enumerate(spec.layers):
-        for role, template in names.layer.items():
-            path = template.format(index)
-            if role in NORM_ROLES:
-                shapes[f"{path}.weight"] = (spec.hidden_size,)
-                continue
-            shape = linear_shape(role, layer, spec.hidden_size)
-            shapes[f"{path}.weight"] = shape
-            if has_bias(role, layer):
-                shapes[f"{path}.bias"] = shape[:1]
-    return shapes
-
-
-def has_bias(role: LayerRole, layer: LayerSpec) -> bool:
-    """Whether a projection has a bias; the projections fused in one layer all have one or none."""
-    if role in ("q", "k", "v"):
-        return layer.attention.qkv_bias
-    return layer.attention.output_bias if role == "output" else layer.mlp.bias
-
-
-def check_tensors(checkpoint: Checkpoint, expected: dict[str, tuple[int, ...]], names: NameMap) -> None:
-    """Compare what the spec needs with what is there.
-
-    Raises:
-        CheckpointError: lists every missing, unknown and misshapen tensor (the first ten of each kind).
-    """
-    present = checkpoint.tensor_names()
-    missing = sorted(expected.keys() - present)
-    allowed_extra = re.compile("|".join((*names.ignored_tensors, re.escape(f"{names.head}.weight"))))
-    unknown = sorted(name for name in present - expected.keys() if not allowed_extra.fullmatch(name))
-    misshapen = [
-        f"{name} {list(checkpoint.shape(name))} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if name in present and checkpoint.shape(name) != shape
-    ]
-    problems = [
-        f"{kind}: {', '.join(found[:10])}" + (f" and {len(found) - 10} more" if len(found) > 10 else "")
-        for kind, found in (("missing", missing), ("unknown", unknown), ("misshapen", misshapen))
-        if found
-    ]
-    if problems:
-        raise CheckpointError("the checkpoint's tensors do not fit its config", got="; ".join(problems))
+    tensors = NamedTensors(checkpoint, family.names)
+    tied_head = has_tied_head(tensors, family.names, tied=spec.head.tied)
+    check_tensors(tensors, expected_shapes(lay_out(spec, family.names), tied_head=tied_head), family.names)
+    spec = replace(spec, head=replace(spec.head, tied=tied_head))
+    return _Builder(tensors, spec, family.names, dtype, device).build()
 
 
 class _Builder:
-    """Reads tensors and makes layers of them."""
+    """Reads tensors and makes layers of them. Equal rotary specs share one embedding, equal windows one cache group."""
 
     def __init__(
-        self, checkpoint: Checkpoint, spec: ModelSpec, names: NameMap, dtype: torch.dtype, device: torch.device
+        self, tensors: NamedTensors, spec: ModelSpec, names: NameMap, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._checkpoint = checkpoint
+        self._tensors = tensors
         self._spec = spec
         self._names = names
         self._dtype = dtype
         self._device = device
+        self._layout = lay_out(spec, names)
+        self._linears: dict[Slot, Linear] = {}
+        self._norms: dict[Slot, Norm] = {}
+        self._rotary: dict[RopeSpec, RotaryEmbedding] = {}
+        self._windows: list[int | None] = []
+        self._kv_shapes: list[KVShape] = []
 
     def build(self) -> Decoder:
-        spec, names = self._spec, self._names
-        table = self._weight([names.embedding])
-        layers = [self._layer(index, layer) for index, layer in enumerate(spec.layers)]
-        final_norm = self._norm(FINAL_NORM_SLOT, names.final_norm)
-        head = self._head(table)
-        shapes = [
-            KVShape(num_kv_heads=layer.attention.num_kv_heads, head_dim=layer.attention.head_dim)
-            for layer in spec.layers
-        ]
+        spec, layout = self._spec, self._layout
+        table = DenseWeight(self._read(f"{self._names.embedding}.weight"))
+        embedding = self._embedding(table)
+        blocks = [self._block(*layer) for layer in zip(spec.layers, layout.layers, strict=True)]
+        final_norm = None if layout.final_norm is None else self._norm(layout.final_norm)
+        project_out = None if layout.project_out is None else self._linear(layout.project_out)
+        head_weight = table if spec.head.tied else self._weight(layout.head)
         return Decoder(
-            embedding=Embedding(table),
-            rotary=RotaryEmbedding(inverse_frequencies(spec.rope).to(self._device)),
-            layers=layers,
+            embedding=embedding,
+            rotary=list(self._rotary.values()),
+            blocks=blocks,
             final_norm=final_norm,
-            head=head,
-            kv_shapes=shapes,
-            sites=map_sites(spec, names),
+            project_out=project_out,
+            head=OutputHead(head_weight, self._bias(layout.head), spec.head.softcap),
+            linears=self._linears,
+            norms=self._norms,
+            kv_shapes=self._kv_shapes,
+            windows=self._windows,
+            sites=map_sites(spec, self._names),
             vocab_size=spec.vocab_size,
             max_position_embeddings=spec.max_position_embeddings,
             dtype=self._dtype,
             device=self._device,
         )
 
-    def _layer(self, index: int, layer: LayerSpec) -> DecoderLayer:
-        attention = layer.attention
-        return DecoderLayer(
-            pre_attention_norm=self._layer_norm("pre_attention_norm", index),
-            attention=Attention(
-                qkv=self._linear(index, layer, "qkv"),
-                output=self._linear(index, layer, "output"),
-                num_heads=attention.num_heads,
-                num_kv_heads=attention.num_kv_heads,
-                head_dim=attention.head_dim,
-                scale=attention.scale,
-            ),
-            pre_mlp_norm=self._layer_norm("pre_mlp_norm", index),
-            mlp=GatedMLP(gate_up=self._linear(index, layer, "gate_up"), down=self._linear(index, layer, "down")),
+    def _embedding(self, table: Weight) -> InputEmbedding:
+        spec, layout = self._spec.embedding, self._layout
+        positions = None
+        if spec.num_positions is not None:
+            positions = self._read(f"{self._names.position_embedding}.weight")
+        return InputEmbedding(
+            Embedding(table, spec.scale),
+            project_in=None if layout.project_in is None else self._linear(layout.project_in),
+            positions=positions,
+            position_offset=spec.position_offset,
+            norm=None if layout.embedding_norm is None else self._norm(layout.embedding_norm),
         )
 
-    def _head(self, table: Weight) -> OutputHead:
-        return OutputHead(table if self._is_tied() else self._weight([self._names.head]))
+    def _block(self, spec: LayerSpec, layout: LayerLayout) -> Block:
+        norms = {role: self._norm(norm) for role, norm in layout.norms.items()}
+        attention = self._attention(spec.attention, layout, norms.get("query"), norms.get("key"))
+        mlp = self._mlp(spec.mlp, layout)
+        if spec.wiring == "parallel":
+            return ParallelBlock(
+                attention=attention,
+                mlp=mlp,
+                pre_attention_norm=norms["pre_attention"],
+                pre_mlp_norm=norms.get("pre_mlp"),
+            )
+        if spec.wiring == "post_norm":
+            return PostNormBlock(
+                attention=attention,
+                mlp=mlp,
+                post_attention_norm=norms["post_attention"],
+                post_mlp_norm=norms["post_mlp"],
+            )
+        return SequentialBlock(
+            attention=attention,
+            mlp=mlp,
+            pre_attention_norm=norms.get("pre_attention"),
+            post_attention_norm=norms.get("post_attention"),
+            pre_mlp_norm=norms.get("pre_mlp"),
+            post_mlp_norm=norms.get("post_mlp"),
+            residual_after_norm=spec.wiring == "sequential_normed_residual",
+        )
 
-    def _is_tied(self) -> bool:
-        """A head that is in the file although the config ties it counts as tied only if it equals the embedding:
-        transformers 5 does not tie two different matrices either."""
-        if not self._spec.tied_head:
-            return False
-        name = f"{self._names.head}.weight"
-        if name not in self._checkpoint.tensor_names():
-            return True
-        same = torch.equal(self._checkpoint.read(name), self._checkpoint.read(f"{self._names.embedding}.weight"))
-        if not same:
-            logger.warning("config.json ties the head, but %s differs from the embedding: using it untied", name)
-        return same
+    def _attention(
+        self, spec: AttentionSpec, layout: LayerLayout, query_norm: Norm | None, key_norm: Norm | None
+    ) -> Attention:
+        if spec.window not in self._windows:
+            self._windows.append(spec.window)
+        group = self._windows.index(spec.window)
+        self._kv_shapes.append(KVShape(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, group=group))
+        slopes = None
+        if spec.alibi_slopes:
+            slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=self._device)
+        return Attention(
+            qkv=self._linear(layout.linears["qkv"]),
+            output=self._linear(layout.linears["output"]),
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            head_order=spec.head_order,
+            scores=AttentionScores(scale=spec.scale, softcap=spec.softcap, slopes=slopes),
+            rotary=None if spec.rope is None else self._rotary_embedding(spec.rope),
+            query_norm=query_norm,
+            key_norm=key_norm,
+            cache_layer=len(self._kv_shapes) - 1,
+            cache_group=group,
+        )
 
-    def _linear(self, index: int, layer: LayerSpec, group: str) -> Linear:
-        roles = FUSED_ROLES[group]
-        paths = [self._path(role, index) for role in roles]
-        bias = self._stack([f"{path}.bias" for path in paths]) if has_bias(roles[0], layer) else None
-        return Linear(layer_slot(index, group), self._weight(paths), bias)
+    def _mlp(self, spec: MLPSpec, layout: LayerLayout) -> FeedForward:
+        down = self._linear(layout.linears["down"])
+        if spec.gated:
+            gate_up = self._linear(layout.linears["gate_up"])
+            return GatedMLP(gate_up=gate_up, down=down, activation=spec.activation)
+        return MLP(up=self._linear(layout.linears["up"]), down=down, activation=spec.activation)
 
-    def _path(self, role: LayerRole, index: int) -> str:
-        return self._names.layer[role].format(index)
+    def _rotary_embedding(self, spec: RopeSpec) -> RotaryEmbedding:
+        if spec not in self._rotary:
+            self._rotary[spec] = rotary_embedding(spec, self._device)
+        return self._rotary[spec]
 
-    def _layer_norm(self, role: LayerRole, index: int) -> RMSNorm:
-        return self._norm(layer_slot(index, role), self._path(role, index))
+    def _linear(self, layout: LinearLayout) -> Linear:
+        linear = Linear(layout.slot, self._weight(layout), self._bias(layout))
+        self._linears[layout.slot] = linear
+        return linear
 
-    def _norm(self, slot: Slot, path: str) -> RMSNorm:
-        return RMSNorm(slot, self._stack([f"{path}.weight"]), self._spec.norm_eps)
+    def _norm(self, layout: NormLayout) -> Norm:
+        weight = self._read(f"{layout.path}.weight") if layout.spec.weight else None
+        norm: Norm
+        if layout.spec.kind == "layer":
+            bias = self._read(f"{layout.path}.bias") if layout.spec.bias else None
+            norm = LayerNorm(layout.slot, weight, bias, layout.spec.eps)
+        else:
+            norm = RMSNorm(
+                layout.slot,
+                weight,
+                layout.spec.eps,
+                offset=layout.spec.offset,
+                float32_product=layout.spec.float32_product,
+            )
+        self._norms[layout.slot] = norm
+        return norm
 
-    def _weight(self, paths: Sequence[str]) -> Weight:
-        return DenseWeight(self._stack([f"{path}.weight" for path in paths]))
+    def _weight(self, layout: LinearLayout) -> Weight:
+        """[out, in], however the modules are stored."""
+        return DenseWeight(self._stack(layout.modules, (layout.in_features,), "weight"))
 
-    def _stack(self, names: Sequence[str]) -> Tensor:
+    def _bias(self, layout: LinearLayout) -> Tensor | None:
+        return self._stack(layout.modules, (), "bias") if layout.bias else None
+
+    def _stack(self, modules: Sequence[ModuleLayout], row_shape: tuple[int, ...], tensor: str) -> Tensor:
         """Tensors one under the other, copied out of the file: a file that is later truncated cannot hurt."""
-        shapes = [self._checkpoint.shape(name) for name in names]
-        rows = sum(shape[0] for shape in shapes)
-        stacked = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        stacked = self._empty((sum(module.rows for module in modules), *row_shape))
         start = 0
-        for name, shape in zip(names, shapes, strict=True):
-            stacked[start : start + shape[0]].copy_(self._checkpoint.read(name))
-            start += shape[0]
+        for module in modules:
+            stored = self._tensors.read(f"{module.path}.{tensor}")
+            stacked[start : start + module.rows].copy_(stored.t() if module.transposed else stored)
+            start += module.rows
         return stacked
+
+    def _read(self, name: str) -> Tensor:
+        return self._empty(self._tensors.shape(name)).copy_(self._tensors.read(name))
+
+    def _empty(self, shape: Iterable[int]) -> Tensor:
+        return torch.empty(tuple(shape), dtype=self._dtype, device=self._device)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from graftlm.errors import CheckpointError
+
+Choice = TypeVar("Choice")
 
 # Keys that describe the file or training, not the arithmetic.
 DESCRIPTIVE_KEYS = frozenset(
@@ -96,6 +98,19 @@ class ConfigReader:
         if not isinstance(value, dict):
             raise CheckpointError(f"config.json: {self._prefix}{key} is not an object", got=repr(value)[:100])
         return ConfigReader(value, f"{self._prefix}{key}")
+
+    def choice(self, key: str, allowed: Mapping[str, Choice], default: str | None = None) -> Choice:
+        """What `allowed` has for the value of `key`.
+
+        Raises:
+            CheckpointError: absent without a default, or none of them.
+        """
+        value = self.get(key, default)
+        if not isinstance(value, str) or value not in allowed:
+            raise CheckpointError(
+                f"config.json: {self._prefix}{key} is not supported", got=repr(value)[:100], allowed=", ".join(allowed)
+            )
+        return allowed[value]
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)

@@ -2,52 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from graftlm.layers.attention import Attention
 from graftlm.layers.batch import RaggedBatch
-from graftlm.layers.embedding import Embedding
+from graftlm.layers.block import Block
+from graftlm.layers.embedding import InputEmbedding
 from graftlm.layers.head import OutputHead
 from graftlm.layers.kv_cache import KVCache, KVShape
-from graftlm.layers.mlp import GatedMLP
-from graftlm.layers.norm import RMSNorm
+from graftlm.layers.linear import Linear
+from graftlm.layers.norm import Norm
+from graftlm.layers.patch import Slot
 from graftlm.layers.rotary import RotaryEmbedding
+from graftlm.layers.step import DecoderStep
 from graftlm.models.site import SiteMap
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecoderLayer:
-    """Pre-norm block with sequential residuals."""
-
-    pre_attention_norm: RMSNorm
-    attention: Attention
-    pre_mlp_norm: RMSNorm
-    mlp: GatedMLP
-
-    def __call__(
-        self, hidden: Tensor, batch: RaggedBatch, angles: tuple[Tensor, Tensor], key_cache: Tensor, value_cache: Tensor
-    ) -> Tensor:
-        normed = self.pre_attention_norm(hidden, batch.segments)
-        hidden = hidden + self.attention(normed, batch, angles, key_cache, value_cache)
-        return hidden + self.mlp(self.pre_mlp_norm(hidden, batch.segments), batch)
-
-
 class Decoder:
-    """Token ids to logits, over ragged batches. `sites` says where adapters can attach."""
+    """Token ids to logits, over ragged batches.
+
+    linears, norms: the layers by the slot adapters know them under. sites: where adapters can attach.
+    kv_shapes: what each layer of the cache holds. windows: how far back each cache group sees; None for all the way.
+    """
 
     def __init__(
         self,
         *,
-        embedding: Embedding,
-        rotary: RotaryEmbedding,
-        layers: Sequence[DecoderLayer],
-        final_norm: RMSNorm,
+        embedding: InputEmbedding,
+        rotary: Sequence[RotaryEmbedding],
+        blocks: Sequence[Block],
+        final_norm: Norm | None,
+        project_out: Linear | None,
         head: OutputHead,
+        linears: Mapping[Slot, Linear],
+        norms: Mapping[Slot, Norm],
         kv_shapes: Sequence[KVShape],
+        windows: Sequence[int | None],
         sites: SiteMap,
         vocab_size: int,
         max_position_embeddings: int,
@@ -55,11 +47,15 @@ class Decoder:
         device: torch.device,
     ) -> None:
         self.embedding = embedding
-        self._rotary = rotary
-        self.layers = tuple(layers)
-        self.final_norm = final_norm
+        self._rotary = tuple(rotary)
+        self._blocks = tuple(blocks)
+        self._final_norm = final_norm
+        self._project_out = project_out
         self.head = head
+        self.linears = linears
+        self.norms = norms
         self.kv_shapes = tuple(kv_shapes)
+        self.windows = tuple(windows)
         self.sites = sites
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
@@ -69,9 +65,14 @@ class Decoder:
     def __call__(self, batch: RaggedBatch, cache: KVCache) -> Tensor:
         """Logits of the rows that want them, [N, V] float32, V the largest vocabulary among them. Keys and values of
         all rows go into the cache."""
-        hidden = self.embedding(batch.token_ids, batch.segments)
-        angles = self._rotary.angles(batch.positions, hidden.dtype)
-        for layer, key_cache, value_cache in zip(self.layers, cache.key, cache.value, strict=True):
-            hidden = layer(hidden, batch, angles, key_cache, value_cache)
-        wanted = self.final_norm(hidden.index_select(0, batch.logit_rows), batch.logit_segments)
+        hidden = self.embedding(batch)
+        angles = {rotary: rotary.angles(batch, hidden.dtype) for rotary in self._rotary}
+        step = DecoderStep(batch=batch, cache=cache, angles=angles)
+        for block in self._blocks:
+            hidden = block(hidden, step)
+        wanted = hidden.index_select(0, batch.logit_rows)
+        if self._final_norm is not None:
+            wanted = self._final_norm(wanted, batch.logit_segments)
+        if self._project_out is not None:
+            wanted = self._project_out(wanted, batch.logit_segments)
         return self.head(wanted, batch.logit_segments)

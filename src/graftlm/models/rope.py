@@ -8,7 +8,13 @@ import math
 import torch
 from torch import Tensor
 
+from graftlm.layers.rotary import RotaryEmbedding
 from graftlm.models.spec import RopeSpec
+
+
+def rotary_embedding(spec: RopeSpec, device: torch.device) -> RotaryEmbedding:
+    """The embedding a spec describes."""
+    return RotaryEmbedding(inverse_frequencies(spec).to(device))
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:

@@ -6,29 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graftlm.layers.patch import Slot
-from graftlm.models.spec import LayerRole, LayerSpec, ModelSpec, NameMap
-
-# Roles whose projections are stacked in one layer, in stacking order.
-FUSED_ROLES: dict[str, tuple[LayerRole, ...]] = {
-    "qkv": ("q", "k", "v"),
-    "output": ("output",),
-    "gate_up": ("gate", "up"),
-    "down": ("down",),
-}
-HEAD_SLOT = Slot("head")
-FINAL_NORM_SLOT = Slot("final_norm")
-NORM_ROLES: tuple[LayerRole, ...] = ("pre_attention_norm", "pre_mlp_norm")
+from graftlm.models.layout import LinearLayout, ModelLayout, lay_out
+from graftlm.models.spec import ModelSpec, NameMap
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSite:
-    """Output rows [start, stop) of the linear layer `slot`, known to PEFT under `path`."""
+    """Output rows [start, stop) of the linear layer `slot`, known to PEFT under `path`.
+
+    transposed: PEFT sees the module's matrix as [in, out] (transformers' Conv1D).
+    """
 
     path: str
     slot: Slot
     start: int
     stop: int
     in_features: int
+    transposed: bool
 
     @property
     def out_features(self) -> int:
@@ -36,90 +30,81 @@ class LinearSite:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NormSite:
+    """The norm `slot`, `size` wide. has_bias: besides its weight."""
+
+    path: str
+    slot: Slot
+    size: int
+    has_bias: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class SiteMap:
     """Every module of a model that an adapter can name.
 
     linears: path -> site, in model order, the output head last.
-    norms: path -> slot. default_targets, ia3_targets, ia3_feedforward, ln_tuning_targets: what PEFT targets when a
-        config names nothing, as in `NameMap`.
-    tied_head: whether embedding and head share one matrix.
+    norms: path -> site. other_paths: modules with weights that no adapter can change (position tables).
+    default_targets, ia3_targets, ia3_feedforward, ln_tuning_targets: what PEFT targets when a config names nothing, as
+        in `NameMap`.
+    tied_head: whether embedding and head share one matrix. embedding_size: width of a row of either.
     """
 
     linears: Mapping[str, LinearSite]
-    norms: Mapping[str, Slot]
+    norms: Mapping[str, NormSite]
     embedding_path: str
     head_path: str
+    other_paths: frozenset[str]
     default_targets: tuple[str, ...]
     ia3_targets: tuple[str, ...]
     ia3_feedforward: tuple[str, ...]
     ln_tuning_targets: tuple[str, ...]
     vocab_size: int
-    hidden_size: int
+    embedding_size: int
     tied_head: bool
 
     @property
     def module_paths(self) -> frozenset[str]:
         """All modules with weights."""
-        return frozenset({self.embedding_path, *self.norms, *self.linears})
-
-
-def layer_slot(index: int, group: str) -> Slot:
-    """Name of a layer of block `index`; `group` is a key of FUSED_ROLES or one of NORM_ROLES."""
-    return Slot(f"layers.{index}.{group}")
+        return frozenset({self.embedding_path, *self.norms, *self.linears, *self.other_paths})
 
 
 def map_sites(spec: ModelSpec, names: NameMap) -> SiteMap:
     """The sites of a model, from its spec alone: no weight is read."""
-    linears: dict[str, LinearSite] = {}
-    for index, layer in enumerate(spec.layers):
-        for group, roles in FUSED_ROLES.items():
-            start = 0
-            for role in roles:
-                out_features, in_features = linear_shape(role, layer, spec.hidden_size)
-                path = names.layer[role].format(index)
-                linears[path] = LinearSite(
-                    path=path,
-                    slot=layer_slot(index, group),
-                    start=start,
-                    stop=start + out_features,
-                    in_features=in_features,
-                )
-                start += out_features
-    linears[names.head] = LinearSite(
-        path=names.head, slot=HEAD_SLOT, start=0, stop=spec.vocab_size, in_features=spec.hidden_size
-    )
-    norms = {
-        names.layer[role].format(index): layer_slot(index, role)
-        for index in range(len(spec.layers))
-        for role in NORM_ROLES
-    }
+    layout = lay_out(spec, names)
     return SiteMap(
-        linears=linears,
-        norms={**norms, names.final_norm: FINAL_NORM_SLOT},
+        linears=_linear_sites(layout),
+        norms={
+            norm.path: NormSite(path=norm.path, slot=norm.slot, size=norm.size, has_bias=norm.spec.bias)
+            for norm in layout.norms()
+            if norm.spec.weight
+        },
         embedding_path=names.embedding,
         head_path=names.head,
+        other_paths=frozenset(layout.tables) - {names.embedding},
         default_targets=names.default_targets,
         ia3_targets=names.ia3_targets,
         ia3_feedforward=names.ia3_feedforward,
         ln_tuning_targets=names.ln_tuning_targets,
         vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        tied_head=spec.tied_head,
+        embedding_size=spec.embedding_size,
+        tied_head=spec.head.tied,
     )
 
 
-def linear_shape(role: LayerRole, layer: LayerSpec, hidden_size: int) -> tuple[int, int]:
-    """(out, in) of one projection."""
-    attention, mlp = layer.attention, layer.mlp
-    query_size = attention.num_heads * attention.head_dim
-    key_size = attention.num_kv_heads * attention.head_dim
-    shapes: dict[LayerRole, tuple[int, int]] = {
-        "q": (query_size, hidden_size),
-        "k": (key_size, hidden_size),
-        "v": (key_size, hidden_size),
-        "output": (hidden_size, query_size),
-        "gate": (mlp.intermediate_size, hidden_size),
-        "up": (mlp.intermediate_size, hidden_size),
-        "down": (hidden_size, mlp.intermediate_size),
-    }
-    return shapes[role]
+def _linear_sites(layout: ModelLayout) -> dict[str, LinearSite]:
+    layers: list[LinearLayout] = [*layout.linears(), layout.head]
+    sites: dict[str, LinearSite] = {}
+    for layer in layers:
+        start = 0
+        for module in layer.modules:
+            sites[module.path] = LinearSite(
+                path=module.path,
+                slot=layer.slot,
+                start=start,
+                stop=start + module.rows,
+                in_features=layer.in_features,
+                transposed=module.transposed,
+            )
+            start += module.rows
+    return sites

@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-LayerRole = Literal["pre_attention_norm", "q", "k", "v", "output", "pre_mlp_norm", "gate", "up", "down"]
+from graftlm.errors import CheckpointError
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+# Linear layers of a decoder layer; "qkv" and "gate_up" may hold several modules of the checkpoint, stacked.
+LinearRole = Literal["qkv", "output", "gate_up", "up", "down"]
+NormRole = Literal["pre_attention", "post_attention", "pre_mlp", "post_mlp", "query", "key"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """A norm over the last dimension.
+
+    size: its width; None for the hidden size.
+    weight, bias: whether it has them; only a layer norm has a bias.
+    offset: what the stored weight lacks of the one that is used (Gemma: 1).
+    float32_product: the weight is applied before the result is rounded to the model's dtype.
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float
+    size: int | None = None
+    weight: bool = True
+    bias: bool = False
+    offset: float = 0.0
+    float32_product: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,55 +53,135 @@ class RopeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
+    """Self-attention of one layer.
+
+    head_order: how the fused projection's columns are shared out, as in `layers.attention.HeadOrder`.
+    rope: None for no rotary positions. alibi_slopes: one per head, added to the scores times the key's position.
+    window: a token sees this many tokens, itself included; None for all. softcap: c * tanh(score / c).
+
+    Raises:
+        CheckpointError: the numbers of heads do not fit each other.
+    """
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     qkv_bias: bool = False
     output_bias: bool = False
+    head_order: Literal["concatenated", "grouped"] = "concatenated"
+    rope: RopeSpec | None = None
+    alibi_slopes: tuple[float, ...] = ()
+    window: int | None = None
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                "config.json: the number of attention heads is not a multiple of the number of key-value heads",
+                got=f"{self.num_heads}, {self.num_kv_heads}",
+            )
+        if self.rope is not None and (self.rope.dims % 2 or not 0 < self.rope.dims <= self.head_dim):
+            raise CheckpointError(
+                "config.json: rotary positions need an even number of dimensions, at most those of a head",
+                got=f"{self.rope.dims} of {self.head_dim}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLPSpec:
     intermediate_size: int
+    activation: Activation
+    gated: bool = True
     bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
+    """One decoder layer.
+
+    norms: those it has. "query" and "key" are over heads or whole projections, by their size.
+    wiring: "sequential": attention, then feed-forward, each with a norm before or after the branch or both;
+        "sequential_normed_residual": the same, but the branch is added to its normed input; "parallel": both read the
+        layer's input, under one norm or two; "post_norm": the sum of branch and residual is normed.
+    """
+
     attention: AttentionSpec
     mlp: MLPSpec
+    norms: Mapping[NormRole, NormSpec]
+    wiring: Literal["sequential", "sequential_normed_residual", "parallel", "post_norm"] = "sequential"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSpec:
+    """The model's input.
+
+    size: width of the token table, if it is not the hidden size; the input is then projected up, and the head's input
+        down. scale: factor of the token rows, rounded to the model's dtype.
+    num_positions: rows of a learned position table; None for none. position_offset: the row of position 0.
+    """
+
+    size: int | None = None
+    scale: float | None = None
+    num_positions: int | None = None
+    position_offset: int = 0
+    norm: NormSpec | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSpec:
+    """The output head. tied: it is the token table. softcap: c * tanh(logit / c)."""
+
+    tied: bool
+    bias: bool = False
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer. tied_head: the output head is the embedding table."""
+    """A decoder-only transformer."""
 
     vocab_size: int
     hidden_size: int
     max_position_embeddings: int
-    norm_eps: float
-    rope: RopeSpec
     layers: tuple[LayerSpec, ...]
-    tied_head: bool
+    final_norm: NormSpec | None
+    head: HeadSpec
+    embedding: EmbeddingSpec = field(default_factory=EmbeddingSpec)
+
+    @property
+    def embedding_size(self) -> int:
+        """Width of a row of the token table, and of the output head."""
+        return self.embedding.size or self.hidden_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class NameMap:
-    """Module paths of a family as transformers names them: what tensors are called on disk and what PEFT targets.
+    """Module paths of a family as transformers names them in memory: what PEFT targets, and what the tensors on disk
+    are called unless `renames` says otherwise.
 
-    layer: role -> path with {} for the layer index.
+    linears: role -> paths with {} for the layer index; several are stacked in this order, one may hold all of them.
+    norms: the same for norms.
+    conv1d: roles whose matrices are stored [in, out] (transformers' Conv1D).
+    renames: (pattern, replacement), tried in order on each tensor's name on disk.
+    ignored_tensors: regular expressions of tensors that old checkpoints carry and nobody needs.
     default_targets: what PEFT adapts when an adapter names no target (peft/utils/constants.py). ia3_targets,
         ia3_feedforward, ln_tuning_targets: the same for IA3 and LN tuning; empty where PEFT has no default.
-    ignored_tensors: regular expressions of tensors that old checkpoints carry and nobody needs.
     """
 
     embedding: str
-    final_norm: str
     head: str
-    layer: Mapping[LayerRole, str]
-    default_targets: tuple[str, ...]
+    final_norm: str | None
+    linears: Mapping[LinearRole, tuple[str, ...]]
+    norms: Mapping[NormRole, str]
+    position_embedding: str | None = None
+    embedding_norm: str | None = None
+    project_in: str | None = None
+    project_out: str | None = None
+    conv1d: frozenset[LinearRole] = frozenset()
+    renames: tuple[tuple[str, str], ...] = ()
+    ignored_tensors: tuple[str, ...] = ()
+    default_targets: tuple[str, ...] = ()
     ia3_targets: tuple[str, ...] = ()
     ia3_feedforward: tuple[str, ...] = ()
     ln_tuning_targets: tuple[str, ...] = ()
-    ignored_tensors: tuple[str, ...] = ()

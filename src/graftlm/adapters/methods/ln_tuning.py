@@ -18,6 +18,7 @@ from graftlm.models.base_weights import BaseWeights
 
 FIELDS = ConfigFields(read=frozenset({"exclude_modules"}))
 ROLE = "ln_tuning_layers.weight"
+BIAS_ROLE = "ln_tuning_layers.bias"
 
 
 def compile_ln_tuning(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeights) -> CompiledAdapter:
@@ -29,8 +30,13 @@ def compile_ln_tuning(raw: Mapping[str, Any], tensors: ModuleTensors, base: Base
     config = with_default_targets(parse_target_config(raw, FIELDS), base.sites.ln_tuning_targets)
 
     def adapt(module: str, builder: PatchBuilder) -> None:
+        site = base.sites.norms[module]
         weight = tensors.require(module, ROLE)
-        check_shape(f"{ROLE} of {module}", weight, tuple(base.norm(module).shape))
-        builder.replace_norm(module, weight)
+        check_shape(f"{ROLE} of {module}", weight, (site.size,))
+        bias = None
+        if site.has_bias:
+            bias = tensors.require(module, BIAS_ROLE)
+            check_shape(f"{BIAS_ROLE} of {module}", bias, (site.size,))
+        builder.replace_norm(module, weight, bias)
 
     return compile_each_module("LN tuning", config, tensors, base, role=ROLE, adaptable=base.sites.norms, adapt=adapt)

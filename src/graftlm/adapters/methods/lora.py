@@ -184,7 +184,7 @@ class _LoraCompiler:
                 raise AdapterUnsupported(f"{module} has token rows, but only {' and '.join(ends)} have tokens for rows")
             values = self._tensors.require(module, TOKEN_ROWS)
             ids = self._token_indices(module)
-            check_shape(f"{TOKEN_ROWS} of {module}", values, (len(ids), self._sites.hidden_size))
+            check_shape(f"{TOKEN_ROWS} of {module}", values, (len(ids), self._sites.embedding_size))
             self._check_token_rows(module, ids)
             rows = token_rows(ids, values, self._base)
             for builder in self._always:

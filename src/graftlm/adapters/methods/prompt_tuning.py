@@ -71,7 +71,7 @@ def _compile_prompt(method: str, raw: Mapping[str, Any], tensors: ModuleTensors,
     if count == 0:
         raise AdapterCorrupt("adapter_config.json: there are no virtual tokens", got="num_virtual_tokens=0")
     embeddings = tensors.require(WHOLE_MODEL, "prompt_embeddings")
-    check_shape("prompt_embeddings", embeddings, (count, base.sites.hidden_size))
+    check_shape("prompt_embeddings", embeddings, (count, base.sites.embedding_size))
     first = base.sites.vocab_size
     token_ids = tuple(range(first, first + count))
     builder = PatchBuilder(base)

@@ -14,7 +14,7 @@ from graftlm.adapters.module_tensors import ModuleTensors, check_shape
 from graftlm.adapters.patch_builder import PatchBuilder
 from graftlm.adapters.target_config import TargetConfig
 from graftlm.adapters.targets import is_saved
-from graftlm.errors import AdapterCorrupt, AdapterIncompatible
+from graftlm.errors import AdapterCorrupt, AdapterIncompatible, AdapterUnsupported
 from graftlm.layers.transforms import Affine
 from graftlm.models.base_weights import BaseWeights
 
@@ -109,11 +109,16 @@ class SavedModules:
 
     def _replace(self, module: str, weight: Tensor) -> None:
         if module in self._sites.norms:
-            check_shape(module, weight, (self._sites.hidden_size,))
+            check_shape(module, weight, (self._sites.norms[module].size,))
+            bias = self._saved_bias(module, self._base.norm(module)[1])
             for builder in self._builders:
-                builder.replace_norm(module, weight)
+                builder.replace_norm(module, weight, bias)
                 builder.describe(module, "replaced")
             return
+        if module in self._sites.other_paths:
+            raise AdapterUnsupported(f"{module} is saved whole, but only linear layers, norms and token tables can be")
+        if module in self._sites.linears and self._sites.linears[module].transposed:
+            weight = weight.t()
         current = self._base.embedding() if module == self._sites.embedding_path else self.weight(module)
         rows = weight.shape[0] if module in self._ends and weight.dim() == 2 else current.shape[0]
         check_shape(module, weight, (rows, current.shape[1]))

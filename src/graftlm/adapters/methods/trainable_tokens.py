@@ -52,7 +52,7 @@ def compile_trainable_tokens(raw: Mapping[str, Any], tensors: ModuleTensors, bas
     values: dict[str, Tensor] = {}
     for module in tensors.modules_with(*ROLES):
         check_target(config, sites, targets, module)
-        values[module] = _take_values(tensors, module, (len(token_ids), sites.hidden_size))
+        values[module] = _take_values(tensors, module, (len(token_ids), sites.embedding_size))
     if sites.tied_head and sites.embedding_path in targets:
         values = dict.fromkeys((sites.embedding_path, sites.head_path), _same(values))
     for module, own in values.items():

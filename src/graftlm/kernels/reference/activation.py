@@ -1,18 +1,56 @@
-"""Gated activations of the MLP."""
+"""Activations of the MLP, plain and gated."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
 
 from torch import Tensor
 from torch.nn import functional
 
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
-def gated_activation(gate_up: Tensor) -> Tensor:
-    """SiLU of the first half times the second half.
 
-    Semantics: with gate, up = the halves of the last dimension, silu(gate) * up.
+def _gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def _silu(x: Tensor) -> Tensor:
+    return functional.silu(x, inplace=True)
+
+
+def _relu(x: Tensor) -> Tensor:
+    return functional.relu(x, inplace=True)
+
+
+_FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": _relu,
+}
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """The activation of each element.
+
+    Args: x: any shape. It is used as scratch and its content is lost.
+    Source: GELU, arXiv 1606.08415, exact and with tanh; SiLU, arXiv 1702.03118.
+    """
+    return _FUNCTIONS[activation](x)
+
+
+def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
+    """The activation of the first half times the second half.
+
+    Semantics: with gate, up = the halves of the last dimension, activation(gate) * up.
     Args: gate_up: [T, 2F], gate before up. It is used as scratch and its content is lost.
     Returns: [T, F].
-    Source: SwiGLU, arXiv 2002.05202.
+    Source: arXiv 2002.05202 (SwiGLU, GEGLU).
     """
     gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate, inplace=True).mul_(up)
+    return activate(gate, activation).mul_(up)

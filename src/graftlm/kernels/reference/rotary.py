@@ -9,14 +9,17 @@ from torch import Tensor
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each head by its token's position, half-split layout.
 
-    Semantics: with x1, x2 = the halves of the last dimension: [x1*cos - x2*sin, x2*cos + x1*sin].
-    Args: x: [T, H, D]. cos, sin: [T, 1, D/2], in x's dtype (as transformers casts them).
+    Semantics: with x1, x2 = the halves of the first R dimensions: [x1*cos - x2*sin, x2*cos + x1*sin]; dimensions from R
+    on are copied (partial rotary).
+    Args: x: [T, H, D]. cos, sin: [T, 1, R/2], in x's dtype (as transformers casts them).
     Returns: [T, H, D].
     Source: RoFormer, arXiv 2104.09864; the half-split layout is transformers' `rotate_half`.
     """
-    first, second = x.chunk(2, dim=-1)
-    out = torch.empty_like(x)
-    half = x.shape[-1] // 2
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
     return out

@@ -1,0 +1,83 @@
+"""Decoder layers: how attention, feed-forward, norms and residuals are wired."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from graftlm.layers.attention import Attention
+from graftlm.layers.mlp import FeedForward
+from graftlm.layers.norm import Norm
+from graftlm.layers.patch import Segment
+from graftlm.layers.step import DecoderStep
+
+
+class Block(Protocol):
+    """One decoder layer."""
+
+    def __call__(self, hidden: Tensor, step: DecoderStep) -> Tensor:
+        """hidden: [T, E] -> [T, E]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequentialBlock:
+    """Attention, then feed-forward; each branch may be normed before, after, or both.
+
+    residual_after_norm: what is added to a branch is its normed input (BLOOM's option).
+    """
+
+    attention: Attention
+    mlp: FeedForward
+    pre_attention_norm: Norm | None = None
+    post_attention_norm: Norm | None = None
+    pre_mlp_norm: Norm | None = None
+    post_mlp_norm: Norm | None = None
+    residual_after_norm: bool = False
+
+    def __call__(self, hidden: Tensor, step: DecoderStep) -> Tensor:
+        segments = step.batch.segments
+        normed = _normed(hidden, self.pre_attention_norm, segments)
+        branch = _normed(self.attention(normed, step), self.post_attention_norm, segments)
+        hidden = branch + (normed if self.residual_after_norm else hidden)
+        normed = _normed(hidden, self.pre_mlp_norm, segments)
+        branch = _normed(self.mlp(normed, segments), self.post_mlp_norm, segments)
+        return branch + (normed if self.residual_after_norm else hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelBlock:
+    """Attention and feed-forward read the same input, under one norm or each under its own."""
+
+    attention: Attention
+    mlp: FeedForward
+    pre_attention_norm: Norm
+    pre_mlp_norm: Norm | None
+
+    def __call__(self, hidden: Tensor, step: DecoderStep) -> Tensor:
+        segments = step.batch.segments
+        normed = self.pre_attention_norm(hidden, segments)
+        mlp_input = normed if self.pre_mlp_norm is None else self.pre_mlp_norm(hidden, segments)
+        return self.attention(normed, step) + self.mlp(mlp_input, segments) + hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostNormBlock:
+    """The original transformer's order: the sum of branch and residual is normed."""
+
+    attention: Attention
+    mlp: FeedForward
+    post_attention_norm: Norm
+    post_mlp_norm: Norm
+
+    def __call__(self, hidden: Tensor, step: DecoderStep) -> Tensor:
+        segments = step.batch.segments
+        hidden = self.post_attention_norm(hidden + self.attention(hidden, step), segments)
+        return self.post_mlp_norm(hidden + self.mlp(hidden, segments), segments)
+
+
+def _normed(x: Tensor, norm: Norm | None, segments: Sequence[Segment]) -> Tensor:
+    return x if norm is None else norm(x, segments)

@@ -1,0 +1,139 @@
+"""The tensors a model needs, compared with those a checkpoint has."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from graftlm.checkpoint import Checkpoint
+from graftlm.errors import CheckpointError
+from graftlm.models.layout import LinearLayout, ModelLayout, NormLayout
+from graftlm.models.spec import NameMap
+
+logger = logging.getLogger(__name__)
+
+
+class NamedTensors:
+    """A checkpoint's tensors under the names the family has in memory.
+
+    Files leave out the base model's prefix ("h.0." for "transformer.h.0."), and libraries rename modules while the
+    files keep the old names; `NameMap.renames` says how.
+
+    Raises:
+        CheckpointError: two tensors would get the same name.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, names: NameMap) -> None:
+        self.checkpoint = checkpoint
+        self._stored: dict[str, str] = {}
+        prefix = names.embedding.split(".")[0] + "."
+        lacks_prefix = not any(name.startswith(prefix) for name in checkpoint.tensor_names())
+        for stored in sorted(checkpoint.tensor_names()):
+            name = _rename(stored, names)
+            if lacks_prefix and not name.startswith(f"{names.head}."):
+                name = prefix + name
+            if name in self._stored:
+                raise CheckpointError(f"two tensors are {name}", got=f"{self._stored[name]}, {stored}")
+            self._stored[name] = stored
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._stored)
+
+    def stored_name(self, name: str) -> str:
+        """What a tensor is called in the file."""
+        return self._stored[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.checkpoint.shape(self._stored[name])
+
+    def read(self, name: str) -> Tensor:
+        return self.checkpoint.read(self._stored[name])
+
+
+def _rename(name: str, names: NameMap) -> str:
+    for pattern, replacement in names.renames:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def has_tied_head(tensors: NamedTensors, names: NameMap, *, tied: bool) -> bool:
+    """Whether the head is the embedding table.
+
+    A head that is in the file although the config ties it counts as tied only if it equals the embedding: transformers
+    5 does not tie two different matrices either.
+
+    Args:
+        tied: what the config says.
+    """
+    head = f"{names.head}.weight"
+    if not tied or head not in tensors:
+        return tied
+    table = f"{names.embedding}.weight"
+    if tensors.shape(head) == tensors.shape(table) and torch.equal(tensors.read(head), tensors.read(table)):
+        return True
+    logger.warning("config.json ties the head, but %s differs from the embedding: using it untied", head)
+    return False
+
+
+def expected_shapes(layout: ModelLayout, *, tied_head: bool) -> dict[str, tuple[int, ...]]:
+    """Every tensor a model needs, with its shape as stored. A tied head has no matrix of its own."""
+    shapes: dict[str, tuple[int, ...]] = {f"{path}.weight": shape for path, shape in layout.tables.items()}
+    for linear in layout.linears():
+        shapes.update(_linear_shapes(linear))
+    for norm in layout.norms():
+        shapes.update(_norm_shapes(norm))
+    head = _linear_shapes(layout.head)
+    if tied_head:
+        del head[f"{layout.head.modules[0].path}.weight"]
+    return {**shapes, **head}
+
+
+def check_tensors(tensors: NamedTensors, expected: Mapping[str, tuple[int, ...]], names: NameMap) -> None:
+    """Compare what the spec needs with what is there.
+
+    Raises:
+        CheckpointError: lists every missing, unknown and misshapen tensor (the first ten of each kind).
+    """
+    missing = sorted(name for name in expected if name not in tensors)
+    allowed_extra = re.compile("|".join((*names.ignored_tensors, re.escape(f"{names.head}.weight"))))
+    unknown = sorted(
+        tensors.stored_name(name) for name in tensors.names() - expected.keys() if not allowed_extra.fullmatch(name)
+    )
+    misshapen = [
+        f"{tensors.stored_name(name)} {list(tensors.shape(name))} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in tensors and tensors.shape(name) != shape
+    ]
+    problems = [
+        f"{kind}: {', '.join(found[:10])}" + (f" and {len(found) - 10} more" if len(found) > 10 else "")
+        for kind, found in (("missing", missing), ("unknown", unknown), ("misshapen", misshapen))
+        if found
+    ]
+    if problems:
+        raise CheckpointError("the checkpoint's tensors do not fit its config", got="; ".join(problems))
+
+
+def _linear_shapes(linear: LinearLayout) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for module in linear.modules:
+        shape = (module.rows, linear.in_features)
+        shapes[f"{module.path}.weight"] = shape[::-1] if module.transposed else shape
+        if linear.bias:
+            shapes[f"{module.path}.bias"] = (module.rows,)
+    return shapes
+
+
+def _norm_shapes(norm: NormLayout) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    if norm.spec.weight:
+        shapes[f"{norm.path}.weight"] = (norm.size,)
+    if norm.spec.bias:
+        shapes[f"{norm.path}.bias"] = (norm.size,)
+    return shapes

@@ -13,12 +13,15 @@ class Checkpoint(Protocol):
     """A readable model.
 
     config: config.json's keys as transformers spells them.
+    quantization_config: how matrices are stored, for the `FormatReader` that its "quant_method" names; None when all
+        are plain numbers. A folder's is config.json's; a GGUF file's is "gguf" and the "block_types" by tensor name.
     generation_config: generation_config.json's keys; empty when the model has none.
     tokenizer_files: the arguments `graftlm.text.load_tokenizer` needs: a folder, and a GGUF file name in it or None.
     dtype: name of the dtype the weights were saved in, such as "bfloat16".
     """
 
     config: Mapping[str, Any]
+    quantization_config: Mapping[str, Any] | None
     generation_config: Mapping[str, Any]
     tokenizer_files: tuple[Path, str | None]
     dtype: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from graftlm.checkpoint.checkpoint import Checkpoint
-from graftlm.checkpoint.gguf_file import GGUFCheckpoint
+from graftlm.checkpoint.gguf_checkpoint import GGUFCheckpoint
 from graftlm.checkpoint.hub import download, is_hub_id
 from graftlm.checkpoint.safetensors_folder import SafetensorsCheckpoint
 from graftlm.errors import CheckpointError

@@ -26,6 +26,7 @@ class SafetensorsCheckpoint:
         if not (folder / "config.json").is_file():
             raise CheckpointError("the model folder has no config.json", got=folder)
         self.config: Mapping[str, Any] = read_json_object(folder / "config.json", CheckpointError)
+        self.quantization_config: Mapping[str, Any] | None = self.config.get("quantization_config")
         generation = folder / "generation_config.json"
         self.generation_config: Mapping[str, Any] = (
             read_json_object(generation, CheckpointError) if generation.is_file() else {}

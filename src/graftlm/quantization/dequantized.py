@@ -1,6 +1,8 @@
-"""Products with quantised matrices by way of their full-precision form, a slab of rows at a time."""
+"""Quantised matrices by way of their full-precision form, a slab of rows at a time."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,3 +26,16 @@ def dequantized_matmul(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor
         part = None if bias is None else bias[start:stop]
         slabs.append(functional.linear(x, weight.part(start, stop).dequantize(), part))
     return torch.cat(slabs, dim=1)
+
+
+def decode_in_slabs(
+    decode: Callable[[int, int], Tensor], *, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A matrix [rows, columns] from a function that makes its rows [start, stop), in any dtype."""
+    num_rows, num_columns = shape
+    step = max(1, SLAB_ELEMENTS // num_columns)
+    matrix = torch.empty(shape, dtype=dtype, device=device)
+    for start in range(0, num_rows, step):
+        stop = min(start + step, num_rows)
+        matrix[start:stop] = decode(start, stop)
+    return matrix

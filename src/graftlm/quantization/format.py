@@ -56,10 +56,19 @@ class WeightFormat(Protocol):
         ...
 
 
+class StorableWeight(Weight, Protocol):
+    """A `Weight` that can be saved in a checkpoint."""
+
+    def stored_tensors(self) -> dict[str, Tensor]:
+        """What its format stores, by name after the module's path and a dot: `WeightFormat.read` turned round. The
+        tensors share this weight's memory."""
+        ...
+
+
 class Quantizer(Protocol):
     """Makes a quantised weight of a full-precision one."""
 
-    def quantize(self, matrix: Tensor, *, dtype: torch.dtype) -> Weight:
+    def quantize(self, matrix: Tensor, *, dtype: torch.dtype) -> StorableWeight:
         """matrix: [out, in], any float dtype. dtype: the compute dtype, as in `WeightFormat.read`."""
         ...
 

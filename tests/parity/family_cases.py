@@ -21,7 +21,27 @@ SMALL = {
     "initializer_range": 0.12,
     "tie_word_embeddings": False,
 }
+SMALL_GPT = {
+    **VOCABULARY,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 512,
+    "initializer_range": 0.12,
+}
+SMALL_OPT = {
+    **VOCABULARY,
+    "hidden_size": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "init_std": 0.12,
+}
 SPLIT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+GPT_PROJECTIONS = ("c_attn", "c_proj", "c_fc")
+OPT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,5 +68,58 @@ FAMILY_CASES: dict[str, FamilyCase] = {
     "llama_tied": FamilyCase(config_class="LlamaConfig", settings={**SMALL, "tie_word_embeddings": True}),
     "llama_biases": FamilyCase(
         config_class="LlamaConfig", settings={**SMALL, "attention_bias": True, "mlp_bias": True, "head_dim": 24}
+    ),
+    "gpt2": FamilyCase(config_class="GPT2Config", settings=SMALL_GPT, targets=GPT_PROJECTIONS, embedding="wte"),
+    "gpt2_untied": FamilyCase(
+        config_class="GPT2Config",
+        settings={
+            **SMALL_GPT,
+            "n_inner": 96,
+            "tie_word_embeddings": False,
+            "scale_attn_by_inverse_layer_idx": True,
+            "activation_function": "gelu_fast",
+        },
+        targets=GPT_PROJECTIONS,
+        embedding="wte",
+    ),
+    "gpt2_unscaled": FamilyCase(
+        config_class="GPT2Config",
+        settings={
+            **SMALL_GPT,
+            "initializer_range": 0.08,
+            "scale_attn_weights": False,
+            "reorder_and_upcast_attn": True,
+            "activation_function": "gelu_python",
+            "layer_norm_epsilon": 1e-2,
+        },
+        targets=GPT_PROJECTIONS,
+        embedding="wte",
+    ),
+    "gpt_bigcode": FamilyCase(
+        config_class="GPTBigCodeConfig", settings=SMALL_GPT, targets=GPT_PROJECTIONS, embedding="wte"
+    ),
+    "gpt_bigcode_multi_head": FamilyCase(
+        config_class="GPTBigCodeConfig",
+        settings={**SMALL_GPT, "multi_query": False, "n_inner": 96, "tie_word_embeddings": False},
+        targets=GPT_PROJECTIONS,
+        embedding="wte",
+    ),
+    "opt": FamilyCase(config_class="OPTConfig", settings=SMALL_OPT, targets=OPT_PROJECTIONS),
+    "opt_post_norm": FamilyCase(
+        config_class="OPTConfig",
+        settings={**SMALL_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32},
+        targets=(*OPT_PROJECTIONS, "project_in", "project_out"),
+    ),
+    "opt_bare": FamilyCase(
+        config_class="OPTConfig",
+        settings={
+            **SMALL_OPT,
+            "_remove_final_layer_norm": True,
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "tie_word_embeddings": False,
+            "activation_function": "gelu",
+        },
+        targets=OPT_PROJECTIONS,
     ),
 }

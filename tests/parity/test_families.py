@@ -11,6 +11,8 @@ from tests.parity.family_cases import FAMILY_CASES, FamilyCase
 from tests.parity.oracle import World, assert_close, count_ties, greedy, make_even_adapter, make_world, prompt_of
 from tests.tiny import make_model
 
+# PEFT corrects the flag by each layer's type, and says so.
+pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWarning")
 # A token, a block and its neighbours, and more blocks than a window or a chunk holds (FAMILIES.md F1).
 LENGTHS = (1, 2, 15, 16, 17, 255, 256, 257)
 MAX_TOKENS = 64

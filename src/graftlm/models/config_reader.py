@@ -77,6 +77,19 @@ class ConfigReader:
             raise CheckpointError(f"config.json: {self._prefix}{key} is too large", got=repr(value)[:100])
         return value
 
+    def quotient(self, key: str, divisor: str) -> int:
+        """One positive integer divided by another, such as the width of a head.
+
+        Raises:
+            CheckpointError: one of them is no positive integer, or the division leaves a remainder.
+        """
+        whole, part = self.integer(key), self.integer(divisor)
+        if whole % part:
+            raise CheckpointError(
+                f"config.json: {self._prefix}{key} is not a multiple of {self._prefix}{divisor}", got=f"{whole}, {part}"
+            )
+        return whole // part
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number.
 
@@ -124,6 +137,10 @@ class ConfigReader:
         if value not in allowed:
             known = ", ".join(str(option) for option in allowed)
             raise CheckpointError(f"config.json: {self._prefix}{key} is not supported", got=repr(value), allowed=known)
+
+    def ignore(self, *keys: str) -> None:
+        """Count keys as read that change nothing in this family, whatever their values."""
+        self._read.update(keys)
 
     def unread(self) -> list[str]:
         """Keys with a meaningful value that nothing asked for."""

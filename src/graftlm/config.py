@@ -46,6 +46,11 @@ class EngineConfig:
     prefill_chunk_tokens: int | None = None
     allow_pickle: bool = False
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Most tokens of one request in one step."""
+        return min(self.prefill_chunk_tokens or self.max_num_batched_tokens, self.max_num_batched_tokens)
+
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigurationError(

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from graftlm import SamplingParams
 from graftlm.engine.block_pool import BlockPool
+from graftlm.engine.cache_blocks import DROPPED, CacheBlocks, CacheGroup, blocks_for_window
 from graftlm.engine.request import Request
 from graftlm.engine.scheduler import PROMPT_LOGITS_CHUNK, ScheduledSequence, Scheduler, SchedulerOutput
 
@@ -59,21 +60,33 @@ class Traffic(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(2, 8),
+        windows=st.sampled_from([(None,), (None,), (None, 3), (4,), (2, None, 7)]),
         block_size=st.integers(1, 5),
         max_num_seqs=st.integers(1, 6) | st.just(6),
         max_num_batched_tokens=st.integers(1, 24) | st.just(16),
-        prefill_chunk_tokens=st.none() | st.integers(1, 9),
+        chunk_tokens=st.just(24) | st.integers(1, 9),
     )
     def build(self, **shape: Any) -> None:
         num_blocks = shape.pop("num_blocks")
         self.shape = shape
-        self.pool = BlockPool(num_blocks)
-        self.scheduler = Scheduler(self.pool, **shape)
-        self.capacity = num_blocks * shape["block_size"]
+        self.windows: tuple[int | None, ...] = shape.pop("windows")
+        placement = {"block_size": shape.pop("block_size"), "chunk_tokens": shape.pop("chunk_tokens")}
+        self.block_size, self.chunk_tokens = placement["block_size"], placement["chunk_tokens"]
+        # Just enough for one sequence, and what short ones have in common with the other groups.
+        most = [window if window is None else blocks_for_window(window, **placement) for window in self.windows]
+        self.pools = [BlockPool(num_blocks if blocks is None else min(num_blocks, blocks)) for blocks in most]
+        groups = [CacheGroup(window=window, pool=pool) for window, pool in zip(self.windows, self.pools, strict=True)]
+        self.scheduler = Scheduler(CacheBlocks(groups, **placement), **shape)
+        limits = [
+            pool.num_blocks
+            for pool, blocks in zip(self.pools, most, strict=True)
+            if blocks is None or pool.num_blocks < blocks
+        ]
+        self.capacity = min(limits, default=20) * self.block_size
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.computed: dict[str, int] = {}
-        self.cache: dict[int, tuple[str, int]] = {}
+        self.cache: dict[tuple[int, int], tuple[str, int]] = {}
         self.steps_since_arrival = 0
 
     @rule(
@@ -147,7 +160,7 @@ class Traffic(RuleBasedStateMachine):
             return
         while self.scheduler.has_work:
             self._step()
-        assert self.pool.num_free == self.pool.num_blocks
+        assert all(pool.num_free == pool.num_blocks for pool in self.pools)
         for request_id, request in self.requests.items():
             if request_id in self.aborted:
                 continue
@@ -193,10 +206,19 @@ class Traffic(RuleBasedStateMachine):
         assert None not in adapters[1:]
 
     def _check_blocks(self) -> None:
-        taken = [block for request in self.requests.values() for block in request.block_table]
-        assert len(taken) == len(set(taken))
-        assert len(taken) + self.pool.num_free == self.pool.num_blocks
-        assert all(not request.block_table for request in self.requests.values() if request.finish_reason is not None)
+        for group, pool in enumerate(self.pools):
+            tables = [request.block_tables[group] for request in self.requests.values()]
+            taken = [block for table in tables for block in table.blocks[table.num_dropped :]]
+            assert len(taken) == len(set(taken))
+            assert DROPPED not in taken
+            assert len(taken) + pool.num_free == pool.num_blocks
+            for request in self.requests.values():
+                table = request.block_tables[group]
+                assert request.finish_reason is None or not table.blocks
+                if (window := self.windows[group]) is not None:
+                    held = len(table.blocks) - table.num_dropped
+                    limit = blocks_for_window(window, block_size=self.block_size, chunk_tokens=self.chunk_tokens)
+                    assert held <= limit
 
     def _compute(self, request: Request, sequence: ScheduledSequence) -> None:
         """Write the step's tokens to the simulated cache; everything before them must still be there."""
@@ -207,20 +229,23 @@ class Traffic(RuleBasedStateMachine):
         assert sequence.start == self.computed[request.request_id]
         assert sequence.token_ids == known[sequence.start : sequence.stop]
         assert len(sequence.token_ids) > 0
-        assert len(sequence.token_ids) <= (self.shape["prefill_chunk_tokens"] or len(known))
+        assert len(sequence.token_ids) <= self.chunk_tokens
         assert sequence.adapter_digest == request.adapter_digest
         wants_all = request.params.prompt_logprobs is not None and sequence.start < len(request.prompt_token_ids)
         assert sequence.num_logits == (len(sequence.token_ids) if wants_all else int(sequence.stop == len(known)))
         assert not wants_all or sequence.num_logits <= PROMPT_LOGITS_CHUNK
-        slots = [
-            sequence.block_table[position // self.shape["block_size"]] * self.shape["block_size"]
-            + position % self.shape["block_size"]
-            for position in range(sequence.stop)
-        ]
-        for position in range(sequence.start, sequence.stop):
-            self.cache[slots[position]] = (request.request_id, position)
-        for position, slot in enumerate(slots):
-            assert self.cache[slot] == (request.request_id, position)
+        for group, window in enumerate(self.windows):
+            oldest = 0 if window is None else max(sequence.start + 1 - window, 0)
+            table = sequence.block_tables[group]
+            slots = {
+                position: table[position // self.block_size] * self.block_size + position % self.block_size
+                for position in range(oldest, sequence.stop)
+            }
+            for position in range(sequence.start, sequence.stop):
+                self.cache[group, slots[position]] = (request.request_id, position)
+            for position, slot in slots.items():
+                assert self.cache[group, slot] == (request.request_id, position)
+            self.totals["blocks dropped"] += table.count(DROPPED)
         self.computed[request.request_id] = sequence.stop
 
 
@@ -241,10 +266,11 @@ def test_any_traffic_gives_every_request_its_solo_tokens_and_every_block_back() 
     # The run means nothing unless memory was short and clients left.
     assert Traffic.totals["preemptions"] >= 200
     assert Traffic.totals["aborts"] >= 300
+    assert Traffic.totals["blocks dropped"] >= 1_000
 
 
 def test_requests_start_in_the_order_they_came() -> None:
-    scheduler = Scheduler(BlockPool(8), block_size=2, max_num_seqs=2, max_num_batched_tokens=4)
+    scheduler = make_scheduler(num_blocks=8, block_size=2, max_num_seqs=2, max_num_batched_tokens=4)
     for name in ("first", "second", "third"):
         scheduler.add(make_request(name, prompt_len=4, max_tokens=1))
     order = []
@@ -261,7 +287,7 @@ def test_requests_start_in_the_order_they_came() -> None:
 
 
 def test_the_youngest_request_gives_way_and_resumes_before_newer_ones() -> None:
-    scheduler = Scheduler(BlockPool(4), block_size=1, max_num_seqs=4, max_num_batched_tokens=16)
+    scheduler = make_scheduler(num_blocks=4, block_size=1, max_num_seqs=4, max_num_batched_tokens=16)
     requests = {name: make_request(name, prompt_len=2, max_tokens=2) for name in ("old", "young")}
     for request in requests.values():
         scheduler.add(request)
@@ -273,7 +299,7 @@ def test_the_youngest_request_gives_way_and_resumes_before_newer_ones() -> None:
     assert [sequence.request_id for sequence in second.sequences] == ["old"]
     assert scheduler.num_running == 1
     assert scheduler.num_waiting == 2
-    assert requests["young"].block_table == []
+    assert [table.blocks for table in requests["young"].block_tables] == [[]]
     scheduler.update(second, {"old": 1})
     third = scheduler.schedule()
     assert [(sequence.request_id, sequence.start) for sequence in third.sequences] == [("young", 0), ("newest", 0)]
@@ -281,7 +307,7 @@ def test_the_youngest_request_gives_way_and_resumes_before_newer_ones() -> None:
 
 
 def test_r093_a_long_prompt_leaves_a_place_in_every_step_to_those_that_decode() -> None:
-    scheduler = Scheduler(BlockPool(200), block_size=4, max_num_seqs=4, max_num_batched_tokens=8)
+    scheduler = make_scheduler(num_blocks=200, block_size=4, max_num_seqs=4, max_num_batched_tokens=8)
     scheduler.add(make_request("stream", prompt_len=2, max_tokens=100))
     output = scheduler.schedule()
     scheduler.update(output, {"stream": 1})
@@ -297,6 +323,12 @@ def test_r093_a_long_prompt_leaves_a_place_in_every_step_to_those_that_decode() 
         if "long" in finished:
             break
     assert steps == 43
+
+
+def make_scheduler(*, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> Scheduler:
+    group = CacheGroup(window=None, pool=BlockPool(num_blocks))
+    blocks = CacheBlocks([group], block_size=block_size, chunk_tokens=max_num_batched_tokens)
+    return Scheduler(blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
 
 
 def make_request(name: str, *, prompt_len: int, max_tokens: int) -> Request:

@@ -30,31 +30,12 @@ def build_batch(
     """
     token_ids: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
     logit_rows: list[int] = []
     for sequence in sequences:
-        span = range(sequence.start, sequence.stop)
         token_ids.extend(sequence.token_ids)
-        positions.extend(span)
-        slots.extend(
-            sequence.block_table[position // block_size] * block_size + position % block_size for position in span
-        )
+        positions.extend(range(sequence.start, sequence.stop))
         logit_rows.extend(range(len(token_ids) - sequence.num_logits, len(token_ids)))
-    placed = torch.tensor(slots, dtype=torch.int64, device=device)
-    groups = [
-        CacheGroupBatch(
-            slots=placed,
-            attention=ops.plan_attention(
-                [len(sequence.token_ids) for sequence in sequences],
-                [sequence.stop for sequence in sequences],
-                [sequence.block_table for sequence in sequences],
-                block_size=block_size,
-                window=window,
-                device=device,
-            ),
-        )
-        for window in windows
-    ]
+    groups = [_group(sequences, index, window, block_size, device) for index, window in enumerate(windows)]
     return RaggedBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
@@ -64,6 +45,28 @@ def build_batch(
         segments=_segments(sequences, adapters, [len(sequence.token_ids) for sequence in sequences]),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         logit_segments=_segments(sequences, adapters, [sequence.num_logits for sequence in sequences]),
+    )
+
+
+def _group(
+    sequences: Sequence[ScheduledSequence], index: int, window: int | None, block_size: int, device: torch.device
+) -> CacheGroupBatch:
+    tables = [sequence.block_tables[index] for sequence in sequences]
+    slots = [
+        table[position // block_size] * block_size + position % block_size
+        for sequence, table in zip(sequences, tables, strict=True)
+        for position in range(sequence.start, sequence.stop)
+    ]
+    return CacheGroupBatch(
+        slots=torch.tensor(slots, dtype=torch.int64, device=device),
+        attention=ops.plan_attention(
+            [len(sequence.token_ids) for sequence in sequences],
+            [sequence.stop for sequence in sequences],
+            tables,
+            block_size=block_size,
+            window=window,
+            device=device,
+        ),
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graftlm.adapters import Adapter, AdapterRegistry, active_from
 from graftlm.engine.answer import describe_logprobs
-from graftlm.engine.block_pool import BlockId, BlockPool
+from graftlm.engine.cache_blocks import CacheBlocks
 from graftlm.engine.executor import LocalExecutor
 from graftlm.engine.job import Job, delta
 from graftlm.engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
@@ -26,17 +26,13 @@ class EngineCore:
         *,
         scheduler: Scheduler,
         executor: LocalExecutor,
-        pool: BlockPool,
+        blocks: CacheBlocks,
         registry: AdapterRegistry,
-        block_size: int,
-        max_num_batched_tokens: int,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
-        self._pool = pool
+        self._blocks = blocks
         self._registry = registry
-        self._block_size = block_size
-        self._max_num_batched_tokens = max_num_batched_tokens
         self._jobs: dict[str, Job] = {}
         self._job_of_request: dict[str, Job] = {}
 
@@ -56,7 +52,7 @@ class EngineCore:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._pool.num_free
+        return self._blocks.num_free
 
     def add(self, job: Job) -> None:
         """Start a job. The core gives its adapter back to the registry when the job ends, however it ends."""
@@ -106,36 +102,36 @@ class EngineCore:
         if adapter is not None:
             self._executor.hold_adapter(adapter)
             virtual = adapter.virtual_token_ids
-        computed = (*virtual, *token_ids)
-        blocks = self._pool.allocate(-(-len(computed) // self._block_size))
         try:
-            rows = torch.cat(
-                [self._executor.execute([sequence]) for sequence in self._whole_sequence(computed, blocks, adapter)]
-            )
-            return rows[len(virtual) :]
+            return self._whole_sequence((*virtual, *token_ids), adapter)[len(virtual) :]
         finally:
-            self._pool.free(blocks)
             if adapter is not None:
                 self._executor.release_adapter(adapter)
 
-    def _whole_sequence(
-        self, token_ids: Sequence[int], blocks: Sequence[BlockId], adapter: Adapter | None
-    ) -> list[ScheduledSequence]:
-        """A sequence in chunks of one step each, every row wanted."""
-        return [
-            ScheduledSequence(
-                request_id="logits",
-                adapter_digest=None if adapter is None else adapter.digest,
-                token_ids=(chunk := tuple(token_ids[start : start + self._max_num_batched_tokens])),
-                start=start,
-                active_from=active_from(token_ids, adapter),
-                prompt_len=len(token_ids),
-                sequence_len=len(token_ids),
-                block_table=tuple(blocks),
-                num_logits=len(chunk),
-            )
-            for start in range(0, len(token_ids), self._max_num_batched_tokens)
-        ]
+    def _whole_sequence(self, token_ids: Sequence[int], adapter: Adapter | None) -> Tensor:
+        """Logits of every row, computed in chunks of one step each."""
+        tables = self._blocks.empty_tables()
+        rows = []
+        try:
+            for start in range(0, len(token_ids), self._blocks.chunk_tokens):
+                chunk = tuple(token_ids[start : start + self._blocks.chunk_tokens])
+                self._blocks.extend(tables, num_computed=start, num_tokens=len(token_ids))
+                sequence = ScheduledSequence(
+                    request_id="logits",
+                    adapter_digest=None if adapter is None else adapter.digest,
+                    token_ids=chunk,
+                    start=start,
+                    active_from=active_from(token_ids, adapter),
+                    prompt_len=len(token_ids),
+                    sequence_len=len(token_ids),
+                    block_tables=tuple(tuple(table.blocks) for table in tables),
+                    num_logits=len(chunk),
+                )
+                rows.append(self._executor.execute([sequence]))
+                self._blocks.drop_behind(tables, num_computed=sequence.stop)
+        finally:
+            self._blocks.release(tables)
+        return torch.cat(rows)
 
     def _sample(self, plan: SchedulerOutput, logits: Tensor) -> dict[str, SampledToken | None]:
         """A token for every sequence that caught up with itself in this step."""

@@ -17,15 +17,17 @@ from graftlm.adapters.weighted import is_weighted
 from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
 from graftlm.engine.block_pool import BlockPool
+from graftlm.engine.cache_blocks import CacheBlocks, CacheGroup
+from graftlm.engine.cache_plan import CachePlan, plan_cache
 from graftlm.engine.core import EngineCore
 from graftlm.engine.executor import LocalExecutor
 from graftlm.engine.job import Job
-from graftlm.engine.memory import available_bytes, trim_heap
+from graftlm.engine.memory import trim_heap
 from graftlm.engine.prompt import Prompt, PromptChecker
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.engine.scheduler import Scheduler
 from graftlm.errors import AdapterError, CheckpointError, ConfigurationError
-from graftlm.layers.kv_cache import KVCache, kv_bytes_per_token
+from graftlm.layers.kv_cache import KVCache
 from graftlm.models.base_weights import DecoderWeights
 from graftlm.models.build import build_decoder
 from graftlm.models.decoder import Decoder
@@ -33,7 +35,6 @@ from graftlm.text import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_KV_CACHE_BYTES = 4 << 30
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -55,14 +56,21 @@ class Engine:
         self.tokenizer = load_tokenizer(*checkpoint.tokenizer_files)
         end_token_ids = _end_token_ids(checkpoint, self.tokenizer)
         checkpoint.close()
-        num_blocks = _num_blocks(config, decoder)
-        self.max_model_len = _max_model_len(config, decoder, num_blocks)
+        plan = plan_cache(
+            config,
+            decoder.kv_shapes,
+            decoder.windows,
+            context_len=decoder.max_position_embeddings,
+            dtype=decoder.dtype,
+            device=device,
+        )
+        self.max_model_len = plan.max_model_len
         self.registry = AdapterRegistry(base_name=self.model_name, max_bytes=config.adapter_memory_bytes)
         self._base = DecoderWeights(decoder)
         self._loading = threading.Lock()
         folder, gguf_file = checkpoint.tokenizer_files
         self._texts = AdapterTexts(self.tokenizer, folder if gguf_file is None else None)
-        self.core = _core(config, decoder, num_blocks, self.registry)
+        self.core = _core(config, decoder, plan, self.registry)
         self._checker = PromptChecker(
             self.tokenizer,
             vocab_size=decoder.vocab_size,
@@ -153,30 +161,23 @@ class Engine:
                 self.registry.release(held)
 
 
-def _core(config: EngineConfig, decoder: Decoder, num_blocks: int, registry: AdapterRegistry) -> EngineCore:
-    pool = BlockPool(num_blocks)
+def _core(config: EngineConfig, decoder: Decoder, plan: CachePlan, registry: AdapterRegistry) -> EngineCore:
     cache = KVCache(
         decoder.kv_shapes,
-        num_blocks=num_blocks,
+        num_blocks=plan.num_blocks,
         block_size=config.block_size,
         dtype=decoder.dtype,
         device=decoder.device,
     )
+    groups = [
+        CacheGroup(window=window, pool=BlockPool(num_blocks))
+        for window, num_blocks in zip(decoder.windows, plan.num_blocks, strict=True)
+    ]
+    blocks = CacheBlocks(groups, block_size=config.block_size, chunk_tokens=config.chunk_tokens)
     scheduler = Scheduler(
-        pool,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        prefill_chunk_tokens=config.prefill_chunk_tokens,
+        blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
-    return EngineCore(
-        scheduler=scheduler,
-        executor=LocalExecutor(decoder, cache),
-        pool=pool,
-        registry=registry,
-        block_size=config.block_size,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-    )
+    return EngineCore(scheduler=scheduler, executor=LocalExecutor(decoder, cache), blocks=blocks, registry=registry)
 
 
 def _device(name: str) -> torch.device:
@@ -201,45 +202,6 @@ def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
             do="choose one of these as dtype",
         )
     return _DTYPES[wanted]
-
-
-def _num_blocks(config: EngineConfig, decoder: Decoder) -> int:
-    """Blocks that the KV cache's byte budget buys."""
-    block_bytes = kv_bytes_per_token(decoder.kv_shapes, decoder.dtype) * config.block_size
-    wanted_len = min(config.max_model_len or decoder.max_position_embeddings, decoder.max_position_embeddings)
-    most_useful = config.max_num_seqs * -(-wanted_len // config.block_size)
-    budget = config.kv_cache_bytes
-    if budget is None:
-        budget = min(DEFAULT_KV_CACHE_BYTES, available_bytes(decoder.device) // 2)
-    num_blocks = min(budget // block_bytes, most_useful)
-    if num_blocks < 1:
-        raise ConfigurationError(
-            "kv_cache_bytes does not hold a single block", got=budget, allowed=f"at least {block_bytes} bytes"
-        )
-    return num_blocks
-
-
-def _max_model_len(config: EngineConfig, decoder: Decoder, num_blocks: int) -> int:
-    """Context length: the model's, what was asked for, or what the cache holds for one sequence."""
-    wanted = config.max_model_len or decoder.max_position_embeddings
-    if wanted > decoder.max_position_embeddings:
-        raise ConfigurationError(
-            "max_model_len is larger than the model's context",
-            got=wanted,
-            allowed=f"at most {decoder.max_position_embeddings}",
-        )
-    capacity = num_blocks * config.block_size
-    if capacity >= wanted:
-        return wanted
-    if config.max_model_len is not None:
-        raise ConfigurationError(
-            "the KV cache cannot hold one sequence of max_model_len",
-            got=f"{wanted} tokens",
-            allowed=f"at most {capacity} tokens in this cache",
-            do="raise kv_cache_bytes or lower max_model_len",
-        )
-    logger.warning("context limited to %d of %d tokens by the KV cache's memory", capacity, wanted)
-    return capacity
 
 
 def _end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:

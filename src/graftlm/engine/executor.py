@@ -39,8 +39,9 @@ class LocalExecutor:
     @torch.inference_mode()
     def execute(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
         """Compute the sequences' tokens; logits of the rows that want them, [N, V] float32, in the given order."""
-        if begun := [block for sequence in sequences if (block := self._begun_block(sequence)) is not None]:
-            self._cache.clear(begun)
+        for group in range(len(self._decoder.windows)):
+            if begun := [block for sequence in sequences if (block := self._begun_block(sequence, group)) is not None]:
+                self._cache.clear(group, begun)
         batch = build_batch(
             sequences,
             self._adapters,
@@ -50,8 +51,8 @@ class LocalExecutor:
         )
         return self._decoder(batch, self._cache)
 
-    def _begun_block(self, sequence: ScheduledSequence) -> BlockId | None:
+    def _begun_block(self, sequence: ScheduledSequence, group: int) -> BlockId | None:
         """The block that this step begins and does not fill. Its other slots are attended, masked, before they are
         written: NaN that an overflowing adapter left there would come through the mask (0 * NaN)."""
         index, filled = divmod(sequence.stop, self._cache.block_size)
-        return sequence.block_table[index] if filled and sequence.stop - filled >= sequence.start else None
+        return sequence.block_tables[group][index] if filled and sequence.stop - filled >= sequence.start else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from graftlm.engine.block_pool import BlockId
+from graftlm.engine.cache_blocks import BlockTable
 from graftlm.engine.outputs import FinishReason
 from graftlm.engine.sampling_params import SamplingParams
 
@@ -21,7 +21,8 @@ class Request:
     active_from: position from which the adapter is active: 0 but for an activated LoRA.
     stop_token_ids: ids that end it, the model's own end tokens included.
     max_tokens: most tokens to generate, resolved against the context.
-    num_computed_tokens: how many of its tokens have keys and values in `block_table`.
+    num_computed_tokens: how many of its tokens have keys and values in the blocks of
+        `block_tables`, one for each cache group.
     finish_reason: None while it runs. stop_reason: the stop string or id that ended it.
     """
 
@@ -37,7 +38,7 @@ class Request:
     num_virtual_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    block_table: list[BlockId] = field(default_factory=list)
+    block_tables: list[BlockTable] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from graftlm.engine.block_pool import BlockId, BlockPool
+from graftlm.engine.block_pool import BlockId
+from graftlm.engine.cache_blocks import CacheBlocks
 from graftlm.engine.outputs import FinishReason
 from graftlm.engine.request import Request
 
@@ -26,6 +27,7 @@ class ScheduledSequence:
 
     start: position of the first of them. active_from: position from which the adapter is active.
     prompt_len, sequence_len: tokens of the prompt, and tokens known so far; rotary frequencies may depend on them.
+    block_tables: one for each cache group, as in `BlockTable`.
     num_logits: how many of the last rows need logits; 0 when the prompt goes on.
     """
 
@@ -36,7 +38,7 @@ class ScheduledSequence:
     active_from: int
     prompt_len: int
     sequence_len: int
-    block_table: tuple[BlockId, ...]
+    block_tables: tuple[tuple[BlockId, ...], ...]
     num_logits: int
 
     @property
@@ -58,23 +60,18 @@ class Scheduler:
         max_num_seqs: sequences in one step, never more than `max_num_batched_tokens`: every running sequence can then
             decode one token in every step.
         max_num_batched_tokens: tokens in one step.
-        prefill_chunk_tokens: most tokens of one request in one step; None for what the budget leaves.
     """
 
     def __init__(
         self,
-        pool: BlockPool,
+        blocks: CacheBlocks,
         *,
-        block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        prefill_chunk_tokens: int | None = None,
     ) -> None:
-        self._pool = pool
-        self._block_size = block_size
+        self._blocks = blocks
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._prefill_chunk_tokens = prefill_chunk_tokens or max_num_batched_tokens
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._requests: dict[str, Request] = {}
@@ -92,7 +89,8 @@ class Scheduler:
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Its prompt and output fit the pool: the engine's context length is capped by it."""
+        """Queue a request. Its prompt and output fit the cache: the engine's context length is capped by it."""
+        request.block_tables = self._blocks.empty_tables()
         self._requests[request.request_id] = request
         self._waiting.append(request)
 
@@ -110,7 +108,7 @@ class Scheduler:
             self._running.remove(request)
         else:
             self._waiting.remove(request)
-        self._free_blocks(request)
+        self._blocks.release(request.block_tables)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens and give them blocks."""
@@ -142,6 +140,7 @@ class Scheduler:
         for sequence in output.sequences:
             request = self._requests[sequence.request_id]
             request.num_computed_tokens = sequence.stop
+            self._blocks.drop_behind(request.block_tables, num_computed=sequence.stop)
             token_id = sampled.get(sequence.request_id)
             if token_id is not None:
                 request.output_token_ids.append(token_id)
@@ -169,50 +168,53 @@ class Scheduler:
         """Let waiting requests run while there is budget, room in the step, and blocks for all they have."""
         while self._waiting and budget > 0 and len(self._running) < self._max_num_seqs:
             request = self._waiting[0]
-            if self._missing_blocks(request) > self._pool.num_free:
+            if not self._fits(request):
                 break
             self._waiting.popleft()
             self._running.append(request)
-            request.block_table.extend(self._pool.allocate(self._missing_blocks(request)))
+            self._extend(request)
             scheduled[request.request_id] = count = self._chunk(request, budget)
             budget -= count
         return budget
 
     def _chunk(self, request: Request, budget: int) -> int:
-        limit = self._prefill_chunk_tokens
+        limit = self._blocks.chunk_tokens
         if request.wants_prompt_logits:
             limit = min(limit, PROMPT_LOGITS_CHUNK)
         return min(request.num_pending_tokens, budget, limit)
 
     def _reserve(self, request: Request, spare: Mapping[str, int]) -> bool:
-        """Blocks for all of a running request's tokens, preempting the youngest others if need be.
+        """Blocks for a running request's next chunk, preempting the youngest others if need be.
 
         Args:
             spare: requests already in this step, which are not preempted.
 
         Returns: whether it has them; if not, it was preempted itself.
         """
-        while (missing := self._missing_blocks(request)) > self._pool.num_free:
+        while not self._fits(request):
             victims = [other for other in self._running if other.request_id not in spare]
             victim = victims[-1]
             self._preempt(victim)
             if victim is request:
                 return False
-        request.block_table.extend(self._pool.allocate(missing))
+        self._extend(request)
         return True
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
-        self._free_blocks(request)
+        self._blocks.release(request.block_tables)
         request.num_computed_tokens = 0
         self._waiting.appendleft(request)
 
-    def _missing_blocks(self, request: Request) -> int:
-        return -(-request.num_tokens // self._block_size) - len(request.block_table)
+    def _fits(self, request: Request) -> bool:
+        return self._blocks.fits(
+            request.block_tables, num_computed=request.num_computed_tokens, num_tokens=request.num_tokens
+        )
 
-    def _free_blocks(self, request: Request) -> None:
-        self._pool.free(request.block_table)
-        request.block_table.clear()
+    def _extend(self, request: Request) -> None:
+        self._blocks.extend(
+            request.block_tables, num_computed=request.num_computed_tokens, num_tokens=request.num_tokens
+        )
 
     def _in_step(self, scheduled: Mapping[str, int]) -> list[Request]:
         return [request for request in self._running if request.request_id in scheduled]
@@ -228,6 +230,6 @@ class Scheduler:
             active_from=request.active_from,
             prompt_len=len(request.prompt_token_ids),
             sequence_len=request.num_tokens,
-            block_table=tuple(request.block_table),
+            block_tables=tuple(tuple(table.blocks) for table in request.block_tables),
             num_logits=count if request.wants_prompt_logits else int(completes),
         )

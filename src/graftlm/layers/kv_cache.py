@@ -21,7 +21,8 @@ class KVShape:
 
 
 class KVCache:
-    """Paged keys and values of every layer: `key[layer]`, `value[layer]` are [num_blocks, block_size, K, D].
+    """Paged keys and values of every layer: `key[layer]`, `value[layer]` are [num_blocks, block_size, K, D], with the
+    number of blocks of the layer's group.
 
     Memory is reserved at once and, on the CPU, becomes resident only where tokens are written.
     """
@@ -30,22 +31,24 @@ class KVCache:
         self,
         layers: Sequence[KVShape],
         *,
-        num_blocks: int,
+        num_blocks: Sequence[int],
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_blocks = num_blocks
         self.block_size = block_size
-        shapes = [(num_blocks, block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
+        self._layers = tuple(layers)
+        shapes = [(num_blocks[layer.group], block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
         self.key: list[Tensor] = [_zeros(shape, dtype, device) for shape in shapes]
         self.value: list[Tensor] = [_zeros(shape, dtype, device) for shape in shapes]
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Zero whole blocks in every layer."""
+    def clear(self, group: int, blocks: Sequence[int]) -> None:
+        """Zero whole blocks in every layer of a group."""
         ids = torch.tensor(blocks, dtype=torch.int64, device=self.key[0].device)
-        for cache in (*self.key, *self.value):
-            cache.index_fill_(0, ids, 0)
+        for layer, key, value in zip(self._layers, self.key, self.value, strict=True):
+            if layer.group == group:
+                key.index_fill_(0, ids, 0)
+                value.index_fill_(0, ids, 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,0 +1,105 @@
+"""Which blocks of the KV cache a sequence holds, in each group of layers. Knows numbers; knows nothing of tensors.
+
+Layers that see the same stretch of a sequence form a group with block tables and a pool of its own. A sequence needs
+blocks for all its tokens in a group that sees everything, and in a group with a sliding window for the window and the
+chunk that is computed; what lies behind the window goes back to the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from graftlm.engine.block_pool import BlockId, BlockPool
+
+# Stands in a block table where a block has been given back.
+DROPPED = BlockId(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheGroup:
+    """window: how many tokens a token sees, itself included; None for all."""
+
+    window: int | None
+    pool: BlockPool
+
+
+@dataclass(kw_only=True)
+class BlockTable:
+    """Blocks of one sequence in one group; entry i holds tokens [i * block_size, (i + 1) * block_size), and the first
+    `num_dropped` entries are DROPPED."""
+
+    blocks: list[BlockId] = field(default_factory=list)
+    num_dropped: int = 0
+
+
+class CacheBlocks:
+    """Gives blocks to sequences and takes them back.
+
+    Args:
+        chunk_tokens: most tokens of one sequence computed at once.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], *, block_size: int, chunk_tokens: int) -> None:
+        self.block_size = block_size
+        self.chunk_tokens = chunk_tokens
+        self._groups = tuple(groups)
+
+    @property
+    def num_free(self) -> int:
+        """Free blocks in all groups together."""
+        return sum(group.pool.num_free for group in self._groups)
+
+    def empty_tables(self) -> list[BlockTable]:
+        """Tables of a sequence that holds nothing, one for each group."""
+        return [BlockTable() for _ in self._groups]
+
+    def fits(self, tables: Sequence[BlockTable], *, num_computed: int, num_tokens: int) -> bool:
+        """Whether there are blocks for the next chunk of a sequence.
+
+        Args:
+            num_computed: tokens in the cache already. num_tokens: all its tokens.
+        """
+        return all(
+            self._num_missing(group, table, num_computed, num_tokens) <= group.pool.num_free
+            for group, table in zip(self._groups, tables, strict=True)
+        )
+
+    def extend(self, tables: Sequence[BlockTable], *, num_computed: int, num_tokens: int) -> None:
+        """Give a sequence the blocks of its next chunk.
+
+        Raises:
+            ValueError: they are not there; the caller checks `fits` first.
+        """
+        for group, table in zip(self._groups, tables, strict=True):
+            table.blocks.extend(group.pool.allocate(self._num_missing(group, table, num_computed, num_tokens)))
+
+    def drop_behind(self, tables: Sequence[BlockTable], *, num_computed: int) -> None:
+        """Take back what no token from `num_computed` on sees."""
+        for group, table in zip(self._groups, tables, strict=True):
+            if group.window is None:
+                continue
+            behind = max(num_computed + 1 - group.window, 0) // self.block_size
+            if behind > table.num_dropped:
+                group.pool.free(table.blocks[table.num_dropped : behind])
+                table.blocks[table.num_dropped : behind] = [DROPPED] * (behind - table.num_dropped)
+                table.num_dropped = behind
+
+    def release(self, tables: Sequence[BlockTable]) -> None:
+        """Take back everything; the tables are empty then."""
+        for group, table in zip(self._groups, tables, strict=True):
+            group.pool.free(table.blocks[table.num_dropped :])
+            table.blocks.clear()
+            table.num_dropped = 0
+
+    def _num_missing(self, group: CacheGroup, table: BlockTable, num_computed: int, num_tokens: int) -> int:
+        stop = num_tokens
+        if group.window is not None:
+            # As much from the beginning as the window and a chunk ever take: what is admitted can go on to its end.
+            stop = min(num_tokens, max(num_computed, group.window) + self.chunk_tokens)
+        return max(-(-stop // self.block_size) - len(table.blocks), 0)
+
+
+def blocks_for_window(window: int, *, block_size: int, chunk_tokens: int) -> int:
+    """Most blocks a sequence of any length holds at once in a group with a sliding window."""
+    return -(-(window + chunk_tokens) // block_size) + 1

@@ -39,7 +39,7 @@ SMALL_OPT = {
     "init_std": 0.12,
 }
 SPLIT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
+FUSED_PROJECTIONS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 GPT_PROJECTIONS = ("c_attn", "c_proj", "c_fc")
 OPT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 
@@ -121,5 +121,47 @@ FAMILY_CASES: dict[str, FamilyCase] = {
             "activation_function": "gelu",
         },
         targets=OPT_PROJECTIONS,
+    ),
+    "mistral": FamilyCase(config_class="MistralConfig", settings={**SMALL, "sliding_window": None, "head_dim": 24}),
+    "mistral_window": FamilyCase(config_class="MistralConfig", settings={**SMALL, "sliding_window": 24}),
+    "qwen2": FamilyCase(config_class="Qwen2Config", settings={**SMALL, "tie_word_embeddings": True}),
+    "qwen2_window": FamilyCase(
+        config_class="Qwen2Config",
+        settings={**SMALL, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
+    "qwen3": FamilyCase(config_class="Qwen3Config", settings={**SMALL, "head_dim": 24}),
+    "qwen3_biases_window": FamilyCase(
+        config_class="Qwen3Config",
+        settings={
+            **SMALL,
+            "attention_bias": True,
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "phi3": FamilyCase(config_class="Phi3Config", settings=SMALL, targets=FUSED_PROJECTIONS),
+    "phi3_window_partial": FamilyCase(
+        config_class="Phi3Config",
+        settings={
+            **SMALL,
+            "sliding_window": 24,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        },
+        targets=FUSED_PROJECTIONS,
+    ),
+    "olmo2": FamilyCase(config_class="Olmo2Config", settings=SMALL),
+    "olmo2_biases": FamilyCase(config_class="Olmo2Config", settings={**SMALL, "attention_bias": True}),
+    "smollm3": FamilyCase(config_class="SmolLM3Config", settings={**SMALL, "no_rope_layer_interval": 2}),
+    "smollm3_window": FamilyCase(
+        config_class="SmolLM3Config",
+        settings={
+            **SMALL,
+            "no_rope_layers": [0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "tie_word_embeddings": True,
+        },
     ),
 }

@@ -90,6 +90,15 @@ class ConfigReader:
             )
         return whole // part
 
+    def integer_or_null(self, key: str, default: int | None) -> int | None:
+        """A positive integer; None for null, `default` when the key is absent.
+
+        Raises:
+            CheckpointError: something else.
+        """
+        value = self._config.get(key, default)
+        return self.get(key) if value is None else self.integer(key, default)
+
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number.
 

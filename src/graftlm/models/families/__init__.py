@@ -3,7 +3,13 @@
 from graftlm.models.families.gpt2 import GPT2
 from graftlm.models.families.gpt_bigcode import GPT_BIGCODE
 from graftlm.models.families.llama import LLAMA
+from graftlm.models.families.mistral import MISTRAL
+from graftlm.models.families.olmo2 import OLMO2
 from graftlm.models.families.opt import OPT
+from graftlm.models.families.phi3 import PHI3
+from graftlm.models.families.qwen2 import QWEN2
+from graftlm.models.families.qwen3 import QWEN3
+from graftlm.models.families.smollm3 import SMOLLM3
 from graftlm.models.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -12,6 +18,12 @@ FAMILIES: dict[str, Family] = {
         GPT2,
         GPT_BIGCODE,
         LLAMA,
+        MISTRAL,
+        OLMO2,
         OPT,
+        PHI3,
+        QWEN2,
+        QWEN3,
+        SMOLLM3,
     )
 }

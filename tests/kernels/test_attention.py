@@ -67,7 +67,8 @@ def dense_attention(sequence: Sequence, scores: ops.AttentionScores, window: int
         if scores.softcap is not None:
             products = scores.softcap * torch.tanh(products / scores.softcap)
         if scores.slopes is not None:
-            products = products + scores.slopes[head].double() * torch.arange(oldest, visible)
+            bias = scores.slopes[head] * torch.arange(oldest, visible)
+            products = products + bias.double() * scores.slope_factor
         weights = torch.exp(products)
         sink = 0.0 if scores.sinks is None else torch.exp(scores.sinks[head].double())
         out[row, head] = (weights / (weights.sum() + sink)) @ values
@@ -138,6 +139,7 @@ KINDS_OF_SCORES = {
     "softcap": {"softcap": 1.5},
     "alibi": {"slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.7, 0.01])},
     "sinks": {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, -4.0])},
+    "scaled alibi": {"slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.7, 0.01]), "slope_factor": 0.3},
     "softcap and alibi": {"softcap": 1.5, "slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.7, 0.01])},
 }
 
@@ -149,6 +151,14 @@ def test_scores_are_made_as_the_model_says(kind: str, window: int | None) -> Non
     shapes = [(1, 1), (1, 17), (1, 40), (5, 21), (8, 8), (20, 20), (3, 64)]
     sequences = [make_sequence(query, total, (6, 2), 8, torch.float32) for query, total in shapes]
     check(sequences, 8, ops.AttentionScores(scale=0.35, **KINDS_OF_SCORES[kind]), window)
+
+
+def test_slopes_in_bfloat16_round_their_products_with_positions() -> None:
+    """Falcon's bias: from position 257 on, bfloat16 cannot tell all positions apart."""
+    torch.manual_seed(6)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.7, 0.01], dtype=torch.bfloat16)
+    sequences = [make_sequence(query, total, (6, 2), 8, torch.float32) for query, total in [(1, 300), (5, 290), (9, 9)]]
+    check(sequences, 8, ops.AttentionScores(scale=0.35, slopes=slopes, slope_factor=0.3))
 
 
 @pytest.mark.parametrize("block_size", [1, 16])

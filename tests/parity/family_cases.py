@@ -38,6 +38,10 @@ SMALL_OPT = {
     "max_position_embeddings": 512,
     "init_std": 0.12,
 }
+# What older families, whose widths are multiples of each other, are told.
+PLAIN = {key: SMALL[key] for key in (*VOCABULARY, "hidden_size", "initializer_range")}
+NEOX_PROJECTIONS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+PHI_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2")
 SPLIT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED_PROJECTIONS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 GPT_PROJECTIONS = ("c_attn", "c_proj", "c_fc")
@@ -48,7 +52,7 @@ OPT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 class FamilyCase:
     """A config class of transformers with settings, and its linear modules as PEFT targets them.
 
-    embedding, head: names of the two ends. dora: whether PEFT can do DoRA on all targets.
+    embedding, head: names of the two ends. attention: transformers' implementation that is the reference.
     """
 
     config_class: str
@@ -56,11 +60,47 @@ class FamilyCase:
     targets: tuple[str, ...] = SPLIT_PROJECTIONS
     embedding: str = "embed_tokens"
     head: str = "lm_head"
+    attention: str = "eager"
     adapter_settings: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self) -> transformers.PreTrainedConfig:
         config: transformers.PreTrainedConfig = getattr(transformers, self.config_class)(**self.settings)
         return config
+
+
+def bloom(**settings: Any) -> FamilyCase:
+    return FamilyCase(
+        config_class="BloomConfig",
+        settings={**PLAIN, "n_layer": 2, "n_head": 4, **settings},
+        targets=NEOX_PROJECTIONS,
+        embedding="word_embeddings",
+    )
+
+
+def falcon(**settings: Any) -> FamilyCase:
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    return FamilyCase(
+        config_class="FalconConfig",
+        settings={**PLAIN, **layers, **settings},
+        targets=NEOX_PROJECTIONS,
+        embedding="word_embeddings",
+        # transformers' eager attention adds ALiBi's bias twice, its default once, as the authors' code does.
+        attention="sdpa",
+    )
+
+
+def gpt_neox(**settings: Any) -> FamilyCase:
+    kept = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+    return FamilyCase(
+        config_class="GPTNeoXConfig",
+        settings={**kept, **settings},
+        targets=NEOX_PROJECTIONS,
+        embedding="embed_in",
+    )
+
+
+def phi(**settings: Any) -> FamilyCase:
+    return FamilyCase(config_class="PhiConfig", settings={**SMALL, **settings}, targets=PHI_PROJECTIONS)
 
 
 FAMILY_CASES: dict[str, FamilyCase] = {
@@ -122,6 +162,27 @@ FAMILY_CASES: dict[str, FamilyCase] = {
         },
         targets=OPT_PROJECTIONS,
     ),
+    "bloom": bloom(),
+    "bloom_untied": bloom(tie_word_embeddings=False),
+    "bloom_normed_residual": bloom(apply_residual_connection_post_layernorm=True),
+    "bloom_odd_heads": bloom(hidden_size=66, n_head=6),
+    "falcon_7b": falcon(hidden_size=60, num_attention_heads=6, num_kv_heads=6),
+    "falcon_7b_biases": falcon(bias=True, ffn_hidden_size=100, tie_word_embeddings=False),
+    "falcon_40b": falcon(new_decoder_architecture=True, num_kv_heads=2),
+    "falcon_11b": falcon(new_decoder_architecture=True, num_kv_heads=1, num_ln_in_parallel_attn=1),
+    "falcon_rw": falcon(
+        multi_query=False, parallel_attn=False, alibi=True, bias=True, hidden_size=60, num_attention_heads=6
+    ),
+    "falcon_groups_alibi": falcon(new_decoder_architecture=True, num_kv_heads=2, alibi=True),
+    "gpt_neox": gpt_neox(),
+    "gpt_neox_sequential": gpt_neox(use_parallel_residual=False, tie_word_embeddings=True, hidden_act="gelu_fast"),
+    "gpt_neox_no_biases": gpt_neox(
+        attention_bias=False,
+        rope_parameters={"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": 500.0},
+    ),
+    "phi": phi(),
+    "phi_qk_norm": phi(qk_layernorm=True, tie_word_embeddings=True),
+    "phi_2": phi(num_key_value_heads=4, rope_parameters={"partial_rotary_factor": 0.375}),
     "mistral": FamilyCase(config_class="MistralConfig", settings={**SMALL, "sliding_window": None, "head_dim": 24}),
     "mistral_window": FamilyCase(config_class="MistralConfig", settings={**SMALL, "sliding_window": 24}),
     "qwen2": FamilyCase(config_class="Qwen2Config", settings={**SMALL, "tie_word_embeddings": True}),

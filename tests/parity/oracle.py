@@ -1,4 +1,4 @@
-"""The reference: transformers and PEFT in eager mode, each adapter alone on a fresh base, one sequence at a time."""
+"""The reference: transformers and PEFT, each adapter alone on a fresh base, one sequence at a time, unpadded."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ LOUD = 1e-2
 class Oracle:
     """Logits as PEFT computes them. Models are kept, by adapter."""
 
-    def __init__(self, base: Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, base: Path, dtype: torch.dtype = torch.float32, attention: str = "eager") -> None:
         self._base = base
         self._dtype = dtype
+        self._attention = attention
         self._models: dict[Path | None, torch.nn.Module] = {}
 
     @torch.no_grad()
@@ -39,7 +40,7 @@ class Oracle:
         return logits
 
     def _load(self, adapter: Path | None) -> torch.nn.Module:
-        model = AutoModelForCausalLM.from_pretrained(self._base, dtype=self._dtype, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(self._base, dtype=self._dtype, attn_implementation=self._attention)
         if adapter is not None:
             model = peft.PeftModel.from_pretrained(model, adapter)
         return model.eval()
@@ -101,8 +102,8 @@ def make_even_adapter(
     return make_adapter(base, folder, scale=scale, r=r, lora_alpha=lora_alpha, use_rslora=use_rslora, **config)
 
 
-def make_world(base: Path, dtype: torch.dtype = torch.float32) -> World:
-    return World(base=base, llm=LLM(base, kv_cache_bytes=16 << 20), oracle=Oracle(base, dtype))
+def make_world(base: Path, dtype: torch.dtype = torch.float32, attention: str = "eager") -> World:
+    return World(base=base, llm=LLM(base, kv_cache_bytes=16 << 20), oracle=Oracle(base, dtype, attention))
 
 
 def prompt_of(length: int, seed: int) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ def case(request: pytest.FixtureRequest) -> FamilyCase:
 
 @pytest.fixture(scope="module")
 def world(case: FamilyCase, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = make_world(make_model(tmp_path_factory.mktemp("base"), case.config()))
+    world = make_world(make_model(tmp_path_factory.mktemp("base"), case.config()), attention=case.attention)
     yield world
     world.llm.shutdown()
 

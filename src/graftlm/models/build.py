@@ -29,6 +29,8 @@ from graftlm.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, Na
 from graftlm.models.tensors import NamedTensors, check_tensors, expected_shapes, has_tied_head
 from graftlm.quantization import DenseWeight, Weight
 
+SLOPE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 
 def build_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Read all weights of a checkpoint and assemble its decoder.
@@ -137,9 +139,10 @@ class _Builder:
             self._windows.append(spec.window)
         group = self._windows.index(spec.window)
         self._kv_shapes.append(KVShape(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, group=group))
-        slopes = None
-        if spec.alibi_slopes:
-            slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=self._device)
+        scores = AttentionScores(scale=spec.scale, softcap=spec.softcap)
+        if spec.alibi is not None:
+            slopes = torch.tensor(spec.alibi.slopes, dtype=SLOPE_DTYPES[spec.alibi.dtype], device=self._device)
+            scores = replace(scores, slopes=slopes, slope_factor=spec.alibi.factor)
         return Attention(
             qkv=self._linear(layout.linears["qkv"]),
             output=self._linear(layout.linears["output"]),
@@ -147,7 +150,7 @@ class _Builder:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             head_order=spec.head_order,
-            scores=AttentionScores(scale=spec.scale, softcap=spec.softcap, slopes=slopes),
+            scores=scores,
             rotary=None if spec.rope is None else self._rotary_embedding(spec.rope),
             query_norm=query_norm,
             key_norm=key_norm,

@@ -147,6 +147,18 @@ class ConfigReader:
             known = ", ".join(str(option) for option in allowed)
             raise CheckpointError(f"config.json: {self._prefix}{key} is not supported", got=repr(value), allowed=known)
 
+    def spelling(self, *keys: str) -> str:
+        """Which of the names of one setting the config uses; the first if it uses none.
+
+        Raises:
+            CheckpointError: it uses two, with different values.
+        """
+        used = {key: value for key in keys if (value := self.get(key)) is not None}
+        if len(set(map(repr, used.values()))) > 1:
+            got = ", ".join(f"{key}={value!r}" for key, value in used.items())
+            raise CheckpointError("config.json: two names of one setting disagree", got=got[:100])
+        return next(iter(used), keys[0])
+
     def ignore(self, *keys: str) -> None:
         """Count keys as read that change nothing in this family, whatever their values."""
         self._read.update(keys)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_spec(checkpoint: Checkpoint) -> tuple[Family, ModelSpec]:
-    """Family and spec of a checkpoint, from its config alone.
+    """Family, under the names this member has, and spec of a checkpoint, from its config alone.
 
     Raises:
         CheckpointError: an unknown architecture, or a config value that is not supported.
@@ -34,7 +34,7 @@ def read_spec(checkpoint: Checkpoint) -> tuple[Family, ModelSpec]:
     spec = family.spec(config)
     if unread := config.unread():
         logger.warning("config.json has keys Graft does not read: %s", ", ".join(unread))
-    return family, spec
+    return family.named_for(spec), spec
 
 
 def read_sites(checkpoint: Checkpoint) -> SiteMap:

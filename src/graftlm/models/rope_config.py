@@ -7,7 +7,9 @@ from graftlm.models.config_reader import ConfigReader
 from graftlm.models.spec import RopeSpec
 
 
-def read_rope(config: ConfigReader, head_dim: int, *, default_theta: float = 10_000.0) -> RopeSpec:
+def read_rope(
+    config: ConfigReader, head_dim: int, *, default_theta: float = 10_000.0, default_partial: float = 1.0
+) -> RopeSpec:
     """The one rotary embedding of a model.
 
     transformers 5 writes `rope_parameters` with theta inside; 4 wrote `rope_scaling` beside `rope_theta` and
@@ -17,7 +19,7 @@ def read_rope(config: ConfigReader, head_dim: int, *, default_theta: float = 10_
         CheckpointError: an unknown rope type, or one of its numbers is missing.
     """
     theta = config.number("rope_theta", default_theta)
-    partial = config.number("partial_rotary_factor", 1.0)
+    partial = config.number("partial_rotary_factor", default_partial)
     settings = config.section("rope_parameters")
     if config.get("rope_scaling"):
         settings = config.section("rope_scaling")

@@ -52,11 +52,23 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AlibiSpec:
+    """Positions as a bias on the scores: slope times the key's position, times `factor`.
+
+    slopes: one per head. dtype: what slopes, positions and their products are rounded to.
+    """
+
+    slopes: tuple[float, ...]
+    factor: float = 1.0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """Self-attention of one layer.
 
     head_order: how the fused projection's columns are shared out, as in `layers.attention.HeadOrder`.
-    rope: None for no rotary positions. alibi_slopes: one per head, added to the scores times the key's position.
+    rope: None for no rotary positions. alibi: None for no bias by position.
     window: a token sees this many tokens, itself included; None for all. softcap: c * tanh(score / c).
 
     Raises:
@@ -71,7 +83,7 @@ class AttentionSpec:
     output_bias: bool = False
     head_order: Literal["concatenated", "grouped"] = "concatenated"
     rope: RopeSpec | None = None
-    alibi_slopes: tuple[float, ...] = ()
+    alibi: AlibiSpec | None = None
     window: int | None = None
     softcap: float | None = None
 

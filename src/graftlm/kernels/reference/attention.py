@@ -53,7 +53,9 @@ class AttentionPlan:
 class AttentionScores:
     """How scores are made of products q . k.
 
-    scale: factor. softcap: c * tanh(score / c). slopes: [H] float32, times the key's position is added (ALiBi).
+    scale: factor. softcap: c * tanh(score / c).
+    slopes: [H], float32 or bfloat16; slope times the key's position, rounded to that dtype, times `slope_factor` is
+        added (ALiBi). Behind a window positions count from the first block that is read.
     sinks: [H], one more score per head that takes part in the softmax and has no value.
     Sources: Gemma 2, arXiv 2408.00118 (soft cap); ALiBi, arXiv 2108.12409; GPT-OSS, arXiv 2508.10925 (sinks).
     """
@@ -61,6 +63,7 @@ class AttentionScores:
     scale: float
     softcap: float | None = None
     slopes: Tensor | None = None
+    slope_factor: float = 1.0
     sinks: Tensor | None = None
 
 
@@ -181,7 +184,7 @@ def _attend_decodes(
     grouped = rows.reshape(count, num_kv_heads, num_heads // num_kv_heads, head_dim)
     mask = group.visible[:, None, None, :]
     if scores.slopes is not None:
-        mask = _alibi(mask, scores.slopes.view(num_kv_heads, -1, 1), rows.dtype)
+        mask = _alibi(mask, scores.slopes.view(num_kv_heads, -1, 1), scores.slope_factor, rows.dtype)
     if scores.softcap is None and scores.sinks is None:
         attended = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scores.scale)
     else:
@@ -212,7 +215,7 @@ def _attend_prefill(
         visible = torch.ones(rows.shape[2], key.shape[2], dtype=torch.bool, device=rows.device).tril()
     mask = visible
     if scores.slopes is not None:
-        mask = _alibi(visible, scores.slopes[:, None, None], rows.dtype)
+        mask = _alibi(visible, scores.slopes[:, None, None], scores.slope_factor, rows.dtype)
     if scores.softcap is None and scores.sinks is None:
         attended = functional.scaled_dot_product_attention(
             rows,
@@ -230,11 +233,11 @@ def _attend_prefill(
     return attended.squeeze(0).transpose(0, 1)
 
 
-def _alibi(visible: Tensor, slopes: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask with slope times key index added. Shifting all keys of a query alike changes nothing in a softmax, so
-    the index may count from anywhere."""
-    bias = slopes * torch.arange(visible.shape[-1], device=visible.device, dtype=torch.float32)
-    return torch.where(visible, bias.to(dtype), -torch.inf)
+def _alibi(visible: Tensor, slopes: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    """The mask with the bias of each key's index added. Shifting all keys of a query alike changes nothing in a
+    softmax, so the index may count from wherever the keys begin; only bfloat16's rounding sees the difference."""
+    bias = slopes * torch.arange(visible.shape[-1], device=visible.device)
+    return torch.where(visible, bias.to(dtype) * factor, -torch.inf)
 
 
 def _attend_eagerly(

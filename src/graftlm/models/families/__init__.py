@@ -1,11 +1,15 @@
 """The known families by `model_type`. To add one: a file beside this, a row here, a parameter in tests/parity."""
 
+from graftlm.models.families.bloom import BLOOM
+from graftlm.models.families.falcon import FALCON
 from graftlm.models.families.gpt2 import GPT2
 from graftlm.models.families.gpt_bigcode import GPT_BIGCODE
+from graftlm.models.families.gpt_neox import GPT_NEOX
 from graftlm.models.families.llama import LLAMA
 from graftlm.models.families.mistral import MISTRAL
 from graftlm.models.families.olmo2 import OLMO2
 from graftlm.models.families.opt import OPT
+from graftlm.models.families.phi import PHI
 from graftlm.models.families.phi3 import PHI3
 from graftlm.models.families.qwen2 import QWEN2
 from graftlm.models.families.qwen3 import QWEN3
@@ -15,12 +19,16 @@ from graftlm.models.family import Family
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
+        BLOOM,
+        FALCON,
         GPT2,
         GPT_BIGCODE,
+        GPT_NEOX,
         LLAMA,
         MISTRAL,
         OLMO2,
         OPT,
+        PHI,
         PHI3,
         QWEN2,
         QWEN3,

@@ -1,0 +1,110 @@
+"""compressed-tensors' quantization_config: which modules are quantised how. Knows nothing of tensors.
+
+Source: compressed-tensors 0.20, quantization/quant_config.py, quant_args.py and utils/match.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from graftlm.quantization.activation_scales import tell_ignored
+from graftlm.quantization.name_pattern import NamePattern
+from graftlm.quantization.settings import Settings
+
+FORMATS = (
+    "dense",
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+    "mixed-precision",
+)
+STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
+REGEX = "re:"
+_OTHER_LAYOUT = "use the checkpoint in one of these formats; sparse layouts and those of one GPU kernel are not read"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedScheme:
+    """How the weights of some modules are quantised.
+
+    names, patterns: of the modules. by_class: whether it is for all modules of a class.
+    num_bits: of a code. symmetric: whether zero points are left out; None where the config is silent.
+    block: rows and columns that share a scale; None where only the tensors tell.
+    """
+
+    names: frozenset[str]
+    patterns: tuple[NamePattern, ...]
+    by_class: bool
+    num_bits: int | None
+    symmetric: bool | None
+    block: tuple[int, int] | None
+
+    def names_module(self, path: str) -> bool:
+        return path in self.names or any(pattern.matches(path) for pattern in self.patterns)
+
+
+# Where the config has no scheme for a module: the tensors alone decide.
+UNKNOWN_SCHEME = CompressedScheme(
+    names=frozenset(), patterns=(), by_class=False, num_bits=None, symmetric=None, block=None
+)
+
+
+def read_schemes(config: Mapping[str, Any]) -> list[CompressedScheme]:
+    """The schemes in the config's order.
+
+    Raises:
+        CheckpointError: a format that is unknown or made for one kernel, rotated weights, a broken entry.
+    """
+    settings = Settings(config)
+    settings.text("format", allowed=FORMATS, why=_OTHER_LAYOUT)
+    sparsity = settings.child("sparsity_config")
+    if sparsity is not None:
+        sparsity.text("format", allowed=["dense"], why=_OTHER_LAYOUT)
+    if settings.get("transform_config"):
+        # They rotate inputs while the model runs: without them the stored weights mean something else.
+        raise settings.refused("transform_config", settings.get("transform_config"), "none")
+    if settings.get("kv_cache_scheme") is not None:
+        tell_ignored("the KV cache", "kv_cache_scheme")
+    groups = settings.children("config_groups")
+    if any(group.get("input_activations", "output_activations") is not None for group in groups.values()):
+        tell_ignored("activations", "input_activations")
+    return [_scheme(group) for group in groups.values()]
+
+
+def scheme_of(schemes: Sequence[CompressedScheme], path: str) -> CompressedScheme:
+    """The scheme of a module: one that names it goes before one for its class."""
+    named = (scheme for scheme in schemes if scheme.names_module(path))
+    by_class = (scheme for scheme in schemes if scheme.by_class)
+    return next(named, None) or next(by_class, UNKNOWN_SCHEME)
+
+
+def _scheme(group: Settings) -> CompressedScheme:
+    group.text("format", allowed=FORMATS, why=_OTHER_LAYOUT)
+    targets = group.get("targets") or []
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise group.refused("targets", targets, "a list of names")
+    names = frozenset(target for target in targets if not target.startswith(REGEX))
+    patterns = [target.removeprefix(REGEX) for target in targets if target.startswith(REGEX)]
+    weights = group.child("weights") or Settings({})
+    return CompressedScheme(
+        names=names,
+        patterns=tuple(NamePattern(pattern, "quantization_config's targets") for pattern in patterns),
+        # Classes start with a capital; torch modules are never named like that.
+        by_class=any(name[:1].isupper() for name in names),
+        num_bits=weights.integer("num_bits", allowed=range(1, 9)),
+        symmetric=weights.flag("symmetric"),
+        block=_block(weights),
+    )
+
+
+def _block(weights: Settings) -> tuple[int, int] | None:
+    strategy = weights.text("strategy", allowed=STRATEGIES)
+    if strategy == "block":
+        return weights.pair("block_structure")
+    group_size = weights.group_size("group_size")
+    return None if group_size in (None, -1) else (1, group_size)

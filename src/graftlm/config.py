@@ -29,6 +29,7 @@ class EngineConfig:
         max_num_seqs: sequences that may run in one step.
         max_num_batched_tokens: tokens in one step, prompt chunks and decodes together.
         prefill_chunk_tokens: most prompt tokens of one request in one step; default: whatever the step has left.
+        prefix_cache: reuse the keys and values of earlier requests that began with the same tokens and adapter.
         allow_pickle: read `.bin` adapters (with torch's restricted unpickler); safetensors files always win.
     """
 
@@ -44,6 +45,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     prefill_chunk_tokens: int | None = None
+    prefix_cache: bool = True
     allow_pickle: bool = False
 
     @property

@@ -72,7 +72,7 @@ def test_choices_of_many_prompts_are_numbered_prompt_by_prompt(server: LiveServe
     assert {index: entry["text"] for index, entry in streamed.items()} == {
         choice["index"]: choice["text"] for choice in reply["choices"]
     }
-    assert reply["usage"] == {"prompt_tokens": 11, "completion_tokens": 48, "total_tokens": 59}
+    assert counted(reply["usage"]) == (11, 48, 59)
 
 
 def test_r065_a_seed_repeats_itself_among_neighbours(server: LiveServer) -> None:
@@ -154,6 +154,17 @@ def test_r064_streamed_text_joins_to_the_whole(server: LiveServer, model: str) -
         assert stream_choices(server, **body)[0]["text"] == server.text(**body)
 
 
+def counted(usage: dict[str, Any]) -> tuple[int, int, int]:
+    return usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]
+
+
+def test_usage_tells_how_much_of_the_prompt_was_cached(server: LiveServer) -> None:
+    body = {"model": "red", "prompt": list(range(40, 90)), "max_tokens": 1}
+    first, second = (server.complete(**body).json()["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert second["prompt_tokens_details"] == {"cached_tokens": 48}
+
+
 def test_r071_usage_is_streamed_only_when_asked_for(server: LiveServer) -> None:
     body: dict[str, Any] = {"model": "red", "prompt": [PROMPT, "x"], "n": 2, "max_tokens": 5, "temperature": 0}
     usage = server.complete(**body).json()["usage"]
@@ -162,7 +173,7 @@ def test_r071_usage_is_streamed_only_when_asked_for(server: LiveServer) -> None:
         assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
     *chunks, last = raw_chunks(server, **body, stream_options={"include_usage": True})
     assert all(chunk["choices"] and chunk["usage"] is None for chunk in chunks)
-    assert (last["choices"], last["usage"]) == ([], usage)
+    assert (last["choices"], counted(last["usage"])) == ([], counted(usage))
 
 
 def raw_chunks(live: LiveServer, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
@@ -190,7 +201,7 @@ def test_r075_no_tokens_may_be_asked_for(server: LiveServer, echo: bool, logprob
     [choice] = reply["choices"]
     assert choice["text"] == (PROMPT if echo else "")
     assert choice["finish_reason"] == "length"
-    assert reply["usage"] == {"prompt_tokens": len(PROMPT), "completion_tokens": 0, "total_tokens": len(PROMPT)}
+    assert counted(reply["usage"]) == (len(PROMPT), 0, len(PROMPT))
     streamed = stream_choices(server, **body)[0]
     assert (streamed["text"], streamed["finish"]) == (choice["text"], ["length"])
     if logprobs is None:

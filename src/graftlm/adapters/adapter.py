@@ -61,6 +61,11 @@ class Adapter:
         return self.patch.num_bytes
 
     @property
+    def dormant_digest(self) -> str | None:
+        """Stands for what it computes before its invocation; None when that is what the base computes."""
+        return f"{self.digest} dormant" if self.dormant_patch.num_bytes else None
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The different ranks among its modules, ascending."""
         return tuple(sorted({module.rank for module in self.modules if module.rank is not None}))

@@ -1,46 +1,79 @@
-"""Which blocks of the KV cache are free. Knows numbers; knows nothing of tensors or requests."""
+"""Which blocks of the KV cache are free, which are shared, and what the full ones hold. Knows numbers and hashes; knows
+nothing of tensors or requests."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NewType
 
 BlockId = NewType("BlockId", int)
+# Stands for all tokens up to the end of a block, and whoever computed them.
+BlockHash = NewType("BlockHash", bytes)
 
 
 class BlockPool:
-    """A fixed number of blocks, each free or taken."""
+    """A fixed number of blocks. A free block keeps its content until it is given out again, the longest free first; a
+    block whose content is known by its hash can be shared meanwhile."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free = deque(BlockId(index) for index in range(num_blocks))
-        self._taken: set[BlockId] = set()
+        self._free = OrderedDict[BlockId, None]((BlockId(index), None) for index in range(num_blocks))
+        self._users: dict[BlockId, int] = {}
+        self._hash_of: dict[BlockId, BlockHash] = {}
+        self._block_of: dict[BlockHash, BlockId] = {}
 
     @property
     def num_free(self) -> int:
+        """Blocks that nobody holds, whatever content they keep."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[BlockId]:
-        """Take `count` blocks.
+        """Take `count` blocks, whose content is forgotten.
 
         Raises:
             ValueError: fewer are free; the caller checks `num_free` first.
         """
         if count > len(self._free):
             raise ValueError(f"{count} blocks asked for, {len(self._free)} free")
-        blocks = [self._free.popleft() for _ in range(count)]
-        self._taken.update(blocks)
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            self._users[block] = 1
+            if block in self._hash_of:
+                del self._block_of[self._hash_of.pop(block)]
         return blocks
 
+    def find(self, block_hash: BlockHash) -> BlockId | None:
+        """The block with this content, held or free."""
+        return self._block_of.get(block_hash)
+
+    def share(self, block: BlockId) -> None:
+        """Hold a found block, beside whoever holds it already."""
+        self._free.pop(block, None)
+        self._users[block] = self._users.get(block, 0) + 1
+
+    def record(self, block: BlockId, block_hash: BlockHash) -> None:
+        """Note what a held block contains from now on. A second block with the same content stays unknown.
+
+        Raises:
+            ValueError: nobody holds the block.
+        """
+        if block not in self._users:
+            raise ValueError(f"block {block} is not taken")
+        if block_hash not in self._block_of and block not in self._hash_of:
+            self._hash_of[block] = block_hash
+            self._block_of[block_hash] = block
+
     def free(self, blocks: Iterable[BlockId]) -> None:
-        """Give blocks back.
+        """Let go of blocks; those that nobody else holds are free, the first of them for the longest.
 
         Raises:
             ValueError: a block was not taken.
         """
         for block in blocks:
-            if block not in self._taken:
+            if block not in self._users:
                 raise ValueError(f"block {block} is not taken")
-            self._taken.remove(block)
-            self._free.append(block)
+            self._users[block] -= 1
+            if self._users[block] == 0:
+                del self._users[block]
+                self._free[block] = None

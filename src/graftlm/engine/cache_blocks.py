@@ -1,4 +1,5 @@
-"""Which blocks of the KV cache a sequence holds, in each group of layers. Knows numbers; knows nothing of tensors.
+"""Which blocks of the KV cache a sequence holds, in each group of layers. Knows numbers and hashes; knows nothing of
+tensors.
 
 Layers that see the same stretch of a sequence form a group with block tables and a pool of its own. A sequence needs
 blocks for all its tokens in a group that sees everything, and in a group with a sliding window for the window and the
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from graftlm.engine.block_pool import BlockId, BlockPool
+from graftlm.engine.block_pool import BlockHash, BlockId, BlockPool
 
 # Stands in a block table where a block has been given back.
 DROPPED = BlockId(-1)
@@ -74,12 +75,47 @@ class CacheBlocks:
         for group, table in zip(self._groups, tables, strict=True):
             table.blocks.extend(group.pool.allocate(self._num_missing(group, table, num_computed, num_tokens)))
 
+    def share_prefix(self, tables: Sequence[BlockTable], hashes: Sequence[BlockHash]) -> int:
+        """Give a sequence that holds nothing the blocks of its longest prefix that is in the cache.
+
+        A group with a sliding window needs the blocks that the next token sees; the others need all.
+
+        Args:
+            hashes: of the blocks that may be used, from the first.
+
+        Returns: the length of the prefix in blocks.
+        """
+        found: list[list[BlockId | None]] = [[] for _ in self._groups]
+        # What sees everything first: where its blocks end, the others need not be looked for.
+        by_reach = sorted(range(len(self._groups)), key=lambda index: self._groups[index].window is not None)
+        for index in by_reach:
+            group = self._groups[index]
+            for block_hash in hashes:
+                block = group.pool.find(block_hash)
+                if block is None and group.window is None:
+                    break
+                found[index].append(block)
+            hashes = hashes[: len(found[index])]
+        length = self._longest_prefix(found, len(hashes))
+        for group, table, blocks in zip(self._groups, tables, found, strict=True):
+            table.num_dropped = self._num_behind(group, length * self.block_size)
+            table.blocks.extend([DROPPED] * table.num_dropped)
+            for block in blocks[table.num_dropped : length]:
+                if block is not None:
+                    group.pool.share(block)
+                    table.blocks.append(block)
+        return length
+
+    def record(self, tables: Sequence[BlockTable], hashes: Sequence[BlockHash], *, start: int, stop: int) -> None:
+        """Note what blocks [start, stop) of a sequence contain now. hashes: from its first block on."""
+        for group, table in zip(self._groups, tables, strict=True):
+            for index in range(max(start, table.num_dropped), stop):
+                group.pool.record(table.blocks[index], hashes[index])
+
     def drop_behind(self, tables: Sequence[BlockTable], *, num_computed: int) -> None:
         """Take back what no token from `num_computed` on sees."""
         for group, table in zip(self._groups, tables, strict=True):
-            if group.window is None:
-                continue
-            behind = max(num_computed + 1 - group.window, 0) // self.block_size
+            behind = self._num_behind(group, num_computed)
             if behind > table.num_dropped:
                 group.pool.free(table.blocks[table.num_dropped : behind])
                 table.blocks[table.num_dropped : behind] = [DROPPED] * (behind - table.num_dropped)
@@ -88,9 +124,26 @@ class CacheBlocks:
     def release(self, tables: Sequence[BlockTable]) -> None:
         """Take back everything; the tables are empty then."""
         for group, table in zip(self._groups, tables, strict=True):
-            group.pool.free(table.blocks[table.num_dropped :])
+            # From the end: the beginning of a prompt is what others are most likely to share.
+            group.pool.free(reversed(table.blocks[table.num_dropped :]))
             table.blocks.clear()
             table.num_dropped = 0
+
+    def _longest_prefix(self, found: Sequence[Sequence[BlockId | None]], limit: int) -> int:
+        """The most blocks, at most `limit`, that every group has as far back as the next token sees."""
+        in_a_row = [_lengths_of_runs(blocks) for blocks in found]
+        for length in range(limit, 0, -1):
+            num_computed = length * self.block_size
+            if all(
+                runs[length - 1] >= length - self._num_behind(group, num_computed)
+                for group, runs in zip(self._groups, in_a_row, strict=True)
+            ):
+                return length
+        return 0
+
+    def _num_behind(self, group: CacheGroup, num_computed: int) -> int:
+        """Blocks that no token from `num_computed` on sees."""
+        return 0 if group.window is None else max(num_computed + 1 - group.window, 0) // self.block_size
 
     def _num_missing(self, group: CacheGroup, table: BlockTable, num_computed: int, num_tokens: int) -> int:
         stop = num_tokens
@@ -98,6 +151,14 @@ class CacheBlocks:
             # As much from the beginning as the window and a chunk ever take: what is admitted can go on to its end.
             stop = min(num_tokens, max(num_computed, group.window) + self.chunk_tokens)
         return max(-(-stop // self.block_size) - len(table.blocks), 0)
+
+
+def _lengths_of_runs(blocks: Sequence[BlockId | None]) -> list[int]:
+    """For each entry, how many up to and including it are there without a gap."""
+    runs: list[int] = []
+    for block in blocks:
+        runs.append(0 if block is None else (runs[-1] if runs else 0) + 1)
+    return runs
 
 
 def blocks_for_window(window: int, *, block_size: int, chunk_tokens: int) -> int:

@@ -175,7 +175,10 @@ def _core(config: EngineConfig, decoder: Decoder, plan: CachePlan, registry: Ada
     ]
     blocks = CacheBlocks(groups, block_size=config.block_size, chunk_tokens=config.chunk_tokens)
     scheduler = Scheduler(
-        blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        prefix_cache=config.prefix_cache,
     )
     return EngineCore(scheduler=scheduler, executor=LocalExecutor(decoder, cache), blocks=blocks, registry=registry)
 

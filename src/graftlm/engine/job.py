@@ -47,6 +47,7 @@ class Job:
             finished=self.finished,
             adapter=None if self.adapter is None else self.adapter.name,
             num_output_tokens=sum(len(request.output_token_ids) for request in self.requests),
+            num_cached_tokens=min(self.requests[0].num_cached_tokens or 0, len(self.prompt_token_ids)),
             prompt_logprobs=prompt_logprobs,
         )
 

@@ -42,7 +42,8 @@ class RequestOutput:
     """Answer to one prompt. `finished` is true once every one of its `n` answers has a finish reason.
 
     In a stream each delta carries the answers that moved (usually one), the first also the prompt's log-probabilities.
-    `num_output_tokens` counts all answers so far.
+    `num_output_tokens` counts all answers so far. `num_cached_tokens` is how many of the prompt's tokens were in the
+    cache when its first answer began.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class RequestOutput:
     finished: bool
     adapter: str | None = None
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 

@@ -99,6 +99,7 @@ class PromptChecker:
                 seed=seed,
                 adapter_digest=None if adapter is None else adapter.digest,
                 active_from=start,
+                dormant_digest=None if adapter is None else adapter.dormant_digest,
                 num_virtual_tokens=len(virtual),
             )
             for index in range(params.n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from graftlm.engine.block_pool import BlockHash
 from graftlm.engine.cache_blocks import BlockTable
 from graftlm.engine.outputs import FinishReason
 from graftlm.engine.sampling_params import SamplingParams
@@ -18,11 +19,14 @@ class Request:
     prompt_token_ids: what is computed before the answer, the adapter's virtual tokens first.
     num_virtual_tokens: how many of those are virtual: nobody sent them, they have no text and are never chosen.
     adapter_digest: which adapter computes it; None is the base.
-    active_from: position from which the adapter is active: 0 but for an activated LoRA.
+    active_from: position from which the adapter is active: 0 but for an activated LoRA. dormant_digest: whose weights
+        compute what is before it; None is the base.
     stop_token_ids: ids that end it, the model's own end tokens included.
     max_tokens: most tokens to generate, resolved against the context.
     num_computed_tokens: how many of its tokens have keys and values in the blocks of
         `block_tables`, one for each cache group.
+    block_hashes: of its full blocks, as far as they were needed.
+    num_cached_tokens: how many of its tokens were in the cache when it first ran.
     finish_reason: None while it runs. stop_reason: the stop string or id that ended it.
     """
 
@@ -35,10 +39,13 @@ class Request:
     seed: int
     adapter_digest: str | None = None
     active_from: int = 0
+    dormant_digest: str | None = None
     num_virtual_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     block_tables: list[BlockTable] = field(default_factory=list)
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    num_cached_tokens: int | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 

@@ -7,10 +7,11 @@ budget allows. Chunked prefill, decoding and resuming after preemption are the s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from graftlm.engine.block_pool import BlockId
+from graftlm.engine.block_hashes import extend_hashes
+from graftlm.engine.block_pool import BlockHash, BlockId
 from graftlm.engine.cache_blocks import CacheBlocks
 from graftlm.engine.outputs import FinishReason
 from graftlm.engine.request import Request
@@ -56,10 +57,13 @@ class SchedulerOutput:
 class Scheduler:
     """First come, first served; decodes before prompts; preemption by recomputing.
 
+    With a prefix cache, a request that arrives while another computes the beginning they share waits for it.
+
     Args:
         max_num_seqs: sequences in one step, never more than `max_num_batched_tokens`: every running sequence can then
             decode one token in every step.
         max_num_batched_tokens: tokens in one step.
+        prefix_cache: reuse blocks whose content is known.
     """
 
     def __init__(
@@ -68,8 +72,10 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        prefix_cache: bool,
     ) -> None:
         self._blocks = blocks
+        self._prefix_cache = prefix_cache
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._waiting: deque[Request] = deque()
@@ -139,8 +145,7 @@ class Scheduler:
         moved = []
         for sequence in output.sequences:
             request = self._requests[sequence.request_id]
-            request.num_computed_tokens = sequence.stop
-            self._blocks.drop_behind(request.block_tables, num_computed=sequence.stop)
+            self._advance(request, sequence.stop)
             token_id = sampled.get(sequence.request_id)
             if token_id is not None:
                 request.output_token_ids.append(token_id)
@@ -166,16 +171,65 @@ class Scheduler:
 
     def _admit(self, budget: int, scheduled: dict[str, int]) -> int:
         """Let waiting requests run while there is budget, room in the step, and blocks for all they have."""
+        if not self._waiting:
+            return budget
+        being_computed = self._being_computed()
+        held_back: list[Request] = []
         while self._waiting and budget > 0 and len(self._running) < self._max_num_seqs:
             request = self._waiting[0]
+            num_cached = self._share_prefix(request)
+            if self._awaits(request, being_computed):
+                self._blocks.release(request.block_tables)
+                held_back.append(self._waiting.popleft())
+                continue
+            request.num_computed_tokens = num_cached
             if not self._fits(request):
+                self._blocks.release(request.block_tables)
+                request.num_computed_tokens = 0
                 break
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = num_cached
             self._waiting.popleft()
             self._running.append(request)
             self._extend(request)
+            being_computed.update(self._uncomputed(request))
             scheduled[request.request_id] = count = self._chunk(request, budget)
             budget -= count
+        self._waiting.extendleft(reversed(held_back))
         return budget
+
+    def _share_prefix(self, request: Request) -> int:
+        """Give a waiting request what the cache has of its tokens; how many that are. Its last token is computed
+        whatever the cache has, for its logits, and so is a prompt of which all logits are wanted."""
+        if not self._prefix_cache or request.wants_prompt_logits:
+            return 0
+        extend_hashes(request, self._blocks.block_size)
+        usable = (request.num_tokens - 1) // self._blocks.block_size
+        return self._blocks.share_prefix(request.block_tables, request.block_hashes[:usable]) * self._blocks.block_size
+
+    def _awaits(self, request: Request, being_computed: Set[BlockHash]) -> bool:
+        """Whether the next block of a waiting request, of which the blocks it has are shared, is being computed."""
+        if not self._prefix_cache or request.wants_prompt_logits:
+            return False
+        following = len(request.block_tables[0].blocks)
+        usable = (request.num_tokens - 1) // self._blocks.block_size
+        return following < usable and request.block_hashes[following] in being_computed
+
+    def _being_computed(self) -> set[BlockHash]:
+        """Full blocks that running requests still have to compute."""
+        return {block_hash for request in self._running for block_hash in self._uncomputed(request)}
+
+    def _uncomputed(self, request: Request) -> Sequence[BlockHash]:
+        return request.block_hashes[request.num_computed_tokens // self._blocks.block_size :]
+
+    def _advance(self, request: Request, num_computed: int) -> None:
+        """A step has computed a request's tokens up to here."""
+        if self._prefix_cache:
+            extend_hashes(request, self._blocks.block_size)
+            full = (request.num_computed_tokens // self._blocks.block_size, num_computed // self._blocks.block_size)
+            self._blocks.record(request.block_tables, request.block_hashes, start=full[0], stop=full[1])
+        request.num_computed_tokens = num_computed
+        self._blocks.drop_behind(request.block_tables, num_computed=num_computed)
 
     def _chunk(self, request: Request, budget: int) -> int:
         limit = self._blocks.chunk_tokens

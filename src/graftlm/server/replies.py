@@ -9,10 +9,15 @@ from typing import Any, Literal, NotRequired, TypedDict
 from graftlm.engine.outputs import FinishReason, RequestOutput
 
 
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
 class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class CompletionLogprobs(TypedDict):
@@ -101,12 +106,19 @@ class TokenCount:
     def __init__(self) -> None:
         self._prompt: dict[str, int] = {}
         self._completion: dict[str, int] = {}
+        self._cached: dict[str, int] = {}
 
     def add(self, output: RequestOutput) -> None:
         self._prompt[output.request_id] = len(output.prompt_token_ids)
         self._completion[output.request_id] = output.num_output_tokens
+        self._cached[output.request_id] = output.num_cached_tokens
 
     @property
     def usage(self) -> Usage:
         prompt, completion = sum(self._prompt.values()), sum(self._completion.values())
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 if TYPE_CHECKING:
+    from graftlm.adapters.merge import merge
     from graftlm.config import EngineConfig
     from graftlm.engine.async_llm import AsyncLLM, RequestStream
     from graftlm.engine.llm import LLM
@@ -26,6 +27,7 @@ __all__ = [
     "RequestStream",
     "SamplingParams",
     "TokenLogprob",
+    "merge",
 ]
 
 _MODULES = {
@@ -38,6 +40,7 @@ _MODULES = {
     "RequestStream": "graftlm.engine.async_llm",
     "SamplingParams": "graftlm.engine.sampling_params",
     "TokenLogprob": "graftlm.engine.outputs",
+    "merge": "graftlm.adapters.merge",
 }
 
 

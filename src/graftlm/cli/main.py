@@ -11,6 +11,7 @@ from graftlm.cli.chat import chat
 from graftlm.cli.demo import demo
 from graftlm.cli.generate import generate
 from graftlm.cli.inspect import inspect
+from graftlm.cli.merge import merge
 from graftlm.cli.serve import serve
 from graftlm.errors import GraftError
 
@@ -39,6 +40,7 @@ app.command()(serve)
 app.command()(generate)
 app.command()(chat)
 app.command()(inspect)
+app.command()(merge)
 app.command()(demo)
 
 

@@ -32,6 +32,10 @@ class InputTransform(Protocol):
         """x: [T, in] -> [T, in], x unchanged."""
         ...
 
+    def fold(self, weight: Tensor) -> Tensor:
+        """The matrix that does to x what `weight` does to the transformed x. weight: [out, in] float32, unchanged."""
+        ...
+
 
 class OutputTransform(Protocol):
     """What happens to the output after the base's weight and bias (DoRA's scale, a replaced bias, RoAd's rotation)."""
@@ -41,6 +45,14 @@ class OutputTransform(Protocol):
 
     def apply(self, out: Tensor) -> None:
         """out: [T, n], changed in place."""
+        ...
+
+    def fold_weight(self, weight: Tensor) -> Tensor:
+        """The matrix that, with `fold_bias`, gives the transformed output. weight: [n, in] float32, unchanged."""
+        ...
+
+    def fold_bias(self, bias: Tensor | None) -> Tensor | None:
+        """bias: [n] float32, unchanged, or None for no bias; so is the result."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,13 @@ class Affine:
         if self.shift is not None:
             result = result + self.shift
         out.copy_(result)
+
+    def fold_weight(self, weight: Tensor) -> Tensor:
+        return weight if self.scale is None else weight * self.scale[:, None]
+
+    def fold_bias(self, bias: Tensor | None) -> Tensor | None:
+        scaled = bias if bias is None or self.scale is None else bias * self.scale
+        return self.shift if scaled is None else scaled if self.shift is None else scaled + self.shift
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +59,14 @@ class PairRotation:
         partner = torch.stack((-pairs[:, :, 1], pairs[:, :, 0]), dim=2).reshape(values.shape)
         out.copy_(values * self.straight + partner * self.crossed)
 
+    def fold_weight(self, weight: Tensor) -> Tensor:
+        columns = weight.t().contiguous()
+        self.apply(columns)
+        return columns.t()
+
+    def fold_bias(self, bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else self.fold_weight(bias[:, None])[:, 0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class InputScale:
@@ -65,6 +80,9 @@ class InputScale:
 
     def __call__(self, x: Tensor) -> Tensor:
         return (x.float() * self.factors).to(x.dtype)
+
+    def fold(self, weight: Tensor) -> Tensor:
+        return self(weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +110,9 @@ class BlockRotation:
             rotated = torch.empty_like(rotated).index_copy_(1, self.order, rotated)
         return rotated.to(x.dtype)
 
+    def fold(self, weight: Tensor) -> Tensor:
+        return replace(self, blocks=self.blocks.mT)(weight)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Successive:
@@ -108,3 +129,8 @@ class Successive:
         for transform in self.transforms:
             rotated = transform(rotated)
         return rotated.to(x.dtype)
+
+    def fold(self, weight: Tensor) -> Tensor:
+        for transform in reversed(self.transforms):
+            weight = transform.fold(weight)
+        return weight

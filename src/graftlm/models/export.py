@@ -21,7 +21,7 @@ from graftlm.checkpoint import Checkpoint
 from graftlm.checkpoint.open import MODEL_FILES
 from graftlm.checkpoint.safetensors_folder import INDEX_NAME
 from graftlm.checkpoint.safetensors_writer import MAX_SHARD_BYTES, PendingTensor, write_weights
-from graftlm.errors import CheckpointError
+from graftlm.errors import CheckpointError, ConfigurationError
 from graftlm.models.base_weights import BaseWeights
 from graftlm.models.layout import lay_out
 from graftlm.models.read import read_spec
@@ -30,6 +30,7 @@ from graftlm.models.tensors import NamedTensors, check_tensors, expected_shapes,
 
 # Written anew, or belonging to weights that are.
 _OWN_FILES = frozenset({"config.json", INDEX_NAME})
+_TEXT_KINDS = tuple(kind for kind in MODEL_FILES if kind != "*.safetensors")
 
 
 def export_checkpoint(
@@ -37,6 +38,7 @@ def export_checkpoint(
     source: Checkpoint,
     folder: Path,
     *,
+    files: Mapping[str, Path] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `weights` as a model folder for transformers.
@@ -47,25 +49,57 @@ def export_checkpoint(
 
     Args:
         weights: of the model in `source`, changed or not.
-        folder: exists and is empty.
+        folder: does not exist yet, or is empty. It appears complete or not at all.
+        files: name -> path of what lies beside config and weights; by default `accompanying_files(source)`.
         max_shard_bytes: size of one weights file.
 
     Raises:
         CheckpointError: `source` is not a folder of plain numbers, or not the model it says it is.
+        ConfigurationError: `folder` is not empty.
     """
-    if source.quantization_config is not None:
-        raise CheckpointError(
-            "a quantised model cannot be written back",
-            got=source.quantization_config.get("quant_method"),
-            allowed="models in float32, bfloat16 or float16",
-            do="take the unquantised model",
-        )
+    check_exportable(source, folder)
     tensors = exported_tensors(weights, source)
     config = json.dumps(_exported_config(source.config, weights.sites), indent=2, ensure_ascii=False)
-    source_folder, _ = source.tokenizer_files
-    (folder / "config.json").write_text(config + "\n", encoding="utf-8")
-    _copy_text_files(source_folder, folder)
-    write_weights(folder, tensors, max_shard_bytes=max_shard_bytes)
+    partial_folder = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    partial_folder.mkdir(parents=True)
+    try:
+        (partial_folder / "config.json").write_text(config + "\n", encoding="utf-8")
+        for name, path in (accompanying_files(source) if files is None else files).items():
+            shutil.copyfile(path, partial_folder / name)
+        write_weights(partial_folder, tensors, max_shard_bytes=max_shard_bytes)
+        partial_folder.replace(folder)
+    finally:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+
+
+def check_exportable(source: Checkpoint, folder: Path) -> None:
+    """Raise before any work is done, if `export_checkpoint` would.
+
+    Raises:
+        CheckpointError, ConfigurationError
+    """
+    _, gguf_name = source.tokenizer_files
+    if source.quantization_config is not None or gguf_name is not None:
+        raise CheckpointError(
+            "a quantised model cannot be written back",
+            got=gguf_name or source.quantization_config,
+            allowed="a model folder with weights in float32, bfloat16 or float16",
+            do="take the model it was quantised from",
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigurationError("the output folder is not empty", got=folder, do="choose another, or remove it")
+
+
+def accompanying_files(source: Checkpoint) -> dict[str, Path]:
+    """Name -> path of what a model folder holds beside config and weights: tokenizer, templates, generation config, …;
+    no code."""
+    folder, _ = source.tokenizer_files
+    return {
+        path.name: path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name not in _OWN_FILES and any(fnmatch(path.name, kind) for kind in _TEXT_KINDS)
+    }
 
 
 def exported_tensors(weights: BaseWeights, source: Checkpoint) -> list[PendingTensor]:
@@ -139,16 +173,15 @@ def _resized(name: str, shape: tuple[int, ...], sites: SiteMap) -> tuple[int, ..
 
 def _exported_config(config: Mapping[str, Any], sites: SiteMap) -> dict[str, Any]:
     """The config in the file, true again. A model with other senses keeps the facts of its text in a part."""
-    facts = {"vocab_size": sites.vocab_size, "tie_word_embeddings": sites.tied_head}
     text = config.get("text_config")
     if isinstance(text, Mapping):
-        return {**config, "tie_word_embeddings": sites.tied_head, "text_config": {**text, **facts}}
-    return {**config, **facts}
+        return {**config, "tie_word_embeddings": sites.tied_head, "text_config": _corrected(text, sites)}
+    return _corrected(config, sites)
 
 
-def _copy_text_files(source: Path, folder: Path) -> None:
-    """Everything a model folder holds beside its weights, code excepted."""
-    for path in sorted(source.iterdir()):
-        wanted = any(fnmatch(path.name, pattern) for pattern in MODEL_FILES if pattern != "*.safetensors")
-        if wanted and path.is_file() and path.name not in _OWN_FILES:
-            shutil.copyfile(path, folder / path.name)
+def _corrected(config: Mapping[str, Any], sites: SiteMap) -> dict[str, Any]:
+    corrected = {**config, "vocab_size": sites.vocab_size, "tie_word_embeddings": sites.tied_head}
+    padding = config.get("pad_token_id")
+    if isinstance(padding, int) and padding >= sites.vocab_size:
+        corrected["pad_token_id"] = None  # torch makes no embedding whose padding row does not exist
+    return corrected

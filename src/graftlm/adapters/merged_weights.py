@@ -1,0 +1,151 @@
+"""A base's weights with an adapter folded in, one tensor at a time and in float32. Knows the parts of a patch; knows
+nothing of methods or files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from graftlm.adapters.adapter import Adapter
+from graftlm.errors import AdapterUnsupported
+from graftlm.kernels.ops import LoraUpdate
+from graftlm.layers.patch import EmbeddingPatch, LinearPatch, ReplacedRows
+from graftlm.models.base_weights import BaseWeights
+from graftlm.models.layout import HEAD_SLOT
+from graftlm.models.site import LinearSite
+from graftlm.quantization import DenseWeight, Weight
+
+
+class MergedWeights:
+    """`BaseWeights` of the model that a base and an adapter are together.
+
+    Nothing is kept: every tensor is computed when it is asked for.
+
+    Raises:
+        AdapterUnsupported: no weights of this architecture do what the adapter does; the message says why.
+    """
+
+    def __init__(self, base: BaseWeights, adapter: Adapter) -> None:
+        self.dtype = torch.float32
+        self.device = base.device
+        self._base = base
+        self._patch = adapter.patch
+        _check_mergeable(adapter)
+        vocab_size = adapter.vocab_size or base.sites.vocab_size
+        self.sites = replace(base.sites, vocab_size=vocab_size)
+        self._check_biases(adapter)
+        self.sites = replace(self.sites, tied_head=base.sites.tied_head and self._ends_are_equal())
+
+    def linear(self, path: str) -> Weight:
+        site = self.sites.linears[path]
+        patch = self._linear_patch(site)
+        base = self._base.linear(path)
+        weight = base.dequantize().float() if patch is None else _fold_linear(base, site, patch)
+        rows = self._head_rows(site)
+        return DenseWeight(weight if rows is None else _replace_rows(weight, rows))
+
+    def bias(self, path: str) -> Tensor | None:
+        site = self.sites.linears[path]
+        patch = self._linear_patch(site)
+        base = self._base.bias(path)
+        bias = None if base is None else base.float()
+        if patch is not None:
+            bias = _fold_bias(bias, site, patch)
+        rows = self._head_rows(site)
+        if rows is None or bias is None or base is None:
+            return bias
+        # A replaced row keeps the base's bias.
+        return _replace_rows(bias, replace(rows, values=base[rows.ids]))
+
+    def norm(self, path: str) -> tuple[Tensor, Tensor | None]:
+        patch = self._patch.norms.get(self.sites.norms[path].slot)
+        return self._base.norm(path) if patch is None else (patch.weight, patch.bias)
+
+    def embedding(self) -> Tensor:
+        table = self._base.embedding().float()
+        return table if self._patch.embedding is None else _fold_embedding(table, self._patch.embedding)
+
+    def _linear_patch(self, site: LinearSite) -> LinearPatch | None:
+        if site.slot == HEAD_SLOT:
+            return None if self._patch.head is None else self._patch.head.linear
+        return self._patch.linears.get(site.slot)
+
+    def _head_rows(self, site: LinearSite) -> ReplacedRows | None:
+        return self._patch.head.rows if site.slot == HEAD_SLOT and self._patch.head is not None else None
+
+    def _check_biases(self, adapter: Adapter) -> None:
+        for path in self.sites.linears:
+            if self._base.bias(path) is None and self.bias(path) is not None:
+                raise AdapterUnsupported(
+                    f"adapter {adapter.name} cannot be merged: it gives {path} a bias, which this architecture lacks",
+                    got=adapter.method,
+                    do="serve it beside the base",
+                )
+
+    def _ends_are_equal(self) -> bool:
+        if self._patch.embedding is None and self._patch.head is None:
+            return True
+        return torch.equal(self.embedding(), self.linear(self.sites.head_path).dequantize())
+
+
+def _check_mergeable(adapter: Adapter) -> None:
+    reason = None
+    if adapter.virtual_token_ids:
+        reason = "its virtual tokens stand before every prompt"
+    elif adapter.invocation_token_ids:
+        reason = "it changes only the tokens from its invocation on"
+    if reason is not None:
+        raise AdapterUnsupported(
+            f"adapter {adapter.name} cannot be merged: {reason}", got=adapter.method, do="serve it beside the base"
+        )
+
+
+def _fold_linear(base: Weight, site: LinearSite, patch: LinearPatch) -> Tensor:
+    """A module's matrix, [out, in] float32: overrides, then output transforms, then the low-rank update."""
+    weight = base.dequantize().float()
+    for override in patch.overrides:
+        if override.out_start == site.start:
+            weight = override.weight.dequantize().float()
+            weight = weight if override.transform is None else override.transform.fold(weight)
+    for output in patch.outputs:
+        if output.out_start == site.start:
+            weight = output.transform.fold_weight(weight)
+    updates = [] if patch.low_rank is None else list(_low_rank_updates(patch.low_rank, site))
+    for update in updates:
+        weight = weight + update
+    return weight
+
+
+def _fold_bias(bias: Tensor | None, site: LinearSite, patch: LinearPatch) -> Tensor | None:
+    for override in patch.overrides:
+        if override.out_start == site.start:
+            bias = None if override.bias is None else override.bias.float()
+    for output in patch.outputs:
+        if output.out_start == site.start:
+            bias = output.transform.fold_bias(bias)
+    return bias
+
+
+def _low_rank_updates(update: LoraUpdate, site: LinearSite) -> Iterator[Tensor]:
+    """What is added to a module's matrix, [out, in]."""
+    for expand in update.expands:
+        if expand.out_start == site.start:
+            shrink = update.shrink[:, expand.rank_start : expand.rank_stop]
+            yield expand.matrix.t() @ shrink.t()
+
+
+def _fold_embedding(table: Tensor, patch: EmbeddingPatch) -> Tensor:
+    if patch.table is not None:
+        table = patch.table.float()
+    if patch.shrink is not None and patch.expand is not None:
+        table = table + patch.shrink @ patch.expand
+    if patch.scale is not None:
+        table = table * patch.scale
+    return table if patch.rows is None else _replace_rows(table, patch.rows)
+
+
+def _replace_rows(matrix: Tensor, rows: ReplacedRows) -> Tensor:
+    return matrix.index_copy(0, rows.ids, rows.values.to(matrix.dtype))

@@ -14,7 +14,7 @@ import peft
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from graftlm import LLM, SamplingParams
 from tests import tiny
@@ -97,7 +97,7 @@ def make_adapter(
 
 def open_base(base: Path, vocab_size: int | None = None) -> Any:
     """As transformers reads it. vocab_size: what to resize its vocabulary to, if anything."""
-    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     if vocab_size is not None:
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
     return model

@@ -64,6 +64,11 @@ class SiteMap:
     tied_head: bool
 
     @property
+    def plain_linears(self) -> frozenset[str]:
+        """Linear modules that are no Conv1D, for which PEFT does not define many methods."""
+        return frozenset(path for path, site in self.linears.items() if not site.transposed)
+
+    @property
     def module_paths(self) -> frozenset[str]:
         """All modules with weights."""
         return frozenset({self.embedding_path, *self.norms, *self.linears, *self.other_paths})

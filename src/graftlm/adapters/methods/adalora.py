@@ -85,7 +85,7 @@ def compile_adalora(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWe
         scaling = (alpha if alpha > 0 else float(rank)) / (first_rank + RANK_OFFSET)
         return LowRank(lora_a=lora_a * values, lora_b=lora_b * scaling)
 
-    folding = Folding(config, tensors, base)
+    folding = Folding(config, tensors, base, base.sites.linears)
     if unknown := sorted(ranks.keys() - folding.targets):
         raise AdapterIncompatible(
             "adapter_config.json: rank_pattern names modules that are not targeted in this base", got=shown(unknown)

@@ -60,7 +60,9 @@ def compile_boft(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeigh
         shift = None if bias is None else bias.float() * (1 - scale)
         builder.transform_output(module, Affine(scale=scale, shift=shift))
 
-    return compile_each_module("BOFT", config, tensors, base, role="boft_R", adaptable=base.sites.linears, adapt=adapt)
+    return compile_each_module(
+        "BOFT", config, tensors, base, role="boft_R", adaptable=base.sites.plain_linears, adapt=adapt
+    )
 
 
 def _check_divides(module: str, in_features: int, block_size: int, num_factors: int) -> None:

@@ -47,4 +47,4 @@ def compile_c3a(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeight
         delta = blocks.permute(0, 2, 1, 3).reshape(linear.out_features, linear.in_features)
         return Dense(delta=delta / linear.in_features)
 
-    return Folding(config, tensors, base).compile("C3A", (ROLE,), fold)
+    return Folding(config, tensors, base, base.sites.plain_linears).compile("C3A", (ROLE,), fold)

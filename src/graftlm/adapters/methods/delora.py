@@ -46,4 +46,4 @@ def compile_delora(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWei
         norms = lora_a.norm(dim=1).clamp(min=MIN_NORM) * lora_b.norm(dim=0).clamp(min=MIN_NORM)
         return LowRank(lora_a=lora_a * lengths, lora_b=lora_b * (strength / rank / norms))
 
-    return Folding(config, tensors, base).compile("DeLoRA", ROLES, fold)
+    return Folding(config, tensors, base, base.sites.plain_linears).compile("DeLoRA", ROLES, fold)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -88,15 +88,18 @@ Fold = Callable[[FoldedLinear], LowRank | Dense]
 class Folding:
     """One adapter of a method that changes linear layers only.
 
-    targets: the modules its config names. saved: whole modules and biases; what they replace is already replaced.
+    adaptable: modules that the method is defined for. targets: those that the adapter's config names. saved: whole
+    modules and biases; what they replace is already replaced.
     """
 
-    def __init__(self, config: TargetConfig, tensors: ModuleTensors, base: BaseWeights) -> None:
+    def __init__(
+        self, config: TargetConfig, tensors: ModuleTensors, base: BaseWeights, adaptable: Collection[str]
+    ) -> None:
         self._config = config
         self._tensors = tensors
         self._base = base
         self._builder = PatchBuilder(base)
-        self.targets = select_targets(config, base.sites, base.sites.linears)
+        self.targets = select_targets(config, base.sites, adaptable)
         self.saved = SavedModules(config, tensors, base, [self._builder])
         self.saved.replace_modules()
 

@@ -46,4 +46,4 @@ def compile_fourierft(raw: Mapping[str, Any], tensors: ModuleTensors, base: Base
         spectrum[places.to(values.device)] = values
         return Dense(delta=torch.fft.ifft2(spectrum.view(linear.out_features, linear.in_features)).real * scaling)
 
-    return Folding(config, tensors, base).compile("FourierFT", (ROLE,), fold)
+    return Folding(config, tensors, base, base.sites.linears).compile("FourierFT", (ROLE,), fold)

@@ -69,4 +69,4 @@ def compile_gralora(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWe
             lora_a, lora_b = torch.cat([lora_a, general_a]), torch.cat([lora_b, general_b], dim=1)
         return LowRank(lora_a=lora_a, lora_b=lora_b * scaling)
 
-    return Folding(config, tensors, base).compile("GraLoRA", ROLES, fold)
+    return Folding(config, tensors, base, base.sites.linears).compile("GraLoRA", ROLES, fold)

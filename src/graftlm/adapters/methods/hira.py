@@ -34,4 +34,4 @@ def compile_hira(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeigh
         factor_b = linear.require("hira_B", linear.out_features, len(factor_a))
         return Dense(delta=linear.weight() * (factor_b @ factor_a))
 
-    return Folding(config, tensors, base).compile("HiRA", ("hira_A", "hira_B"), fold)
+    return Folding(config, tensors, base, base.sites.linears).compile("HiRA", ("hira_A", "hira_B"), fold)

@@ -42,7 +42,7 @@ def compile_hra(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeight
         directions = torch.linalg.qr(vectors).Q if is_orthogonal else vectors / norms
         return LowRank(lora_a=directions.t(), lora_b=-(linear.weight() @ _reflected(directions)))
 
-    return Folding(config, tensors, base).compile("HRA", ("hra_u",), fold)
+    return Folding(config, tensors, base, base.sites.plain_linears).compile("HRA", ("hra_u",), fold)
 
 
 def _reflected(directions: Tensor) -> Tensor:

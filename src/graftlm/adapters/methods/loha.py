@@ -44,4 +44,4 @@ def compile_loha(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeigh
             lora_b=(first_b[:, :, None] * second_b[:, None]).flatten(1) * config.scaling_of(linear.path),
         )
 
-    return Folding(config, tensors, base).compile("LoHa", ROLES, fold)
+    return Folding(config, tensors, base, base.sites.plain_linears).compile("LoHa", ROLES, fold)

@@ -63,7 +63,7 @@ def compile_lokr(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeigh
             lora_b=torch.kron(first_b, second_b) * config.scaling_of(linear.path),
         )
 
-    return Folding(config, tensors, base).compile("LoKr", ROLES, fold)
+    return Folding(config, tensors, base, base.sites.plain_linears).compile("LoKr", ROLES, fold)
 
 
 def _factors(linear: FoldedLinear, config: ScaledConfig, role: str) -> tuple[Tensor, Tensor]:

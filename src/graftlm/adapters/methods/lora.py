@@ -68,7 +68,7 @@ class _LoraCompiler:
         self._tensors = tensors
         self._base = base
         self._sites = base.sites
-        self._targets = select_targets(config, base.sites, {*base.sites.linears, base.sites.embedding_path})
+        self._targets = select_targets(config, base.sites, self._adaptable())
         self.builder = PatchBuilder(base)
         # What an activated LoRA does before its invocation: all but the low-rank part.
         self.dormant = PatchBuilder(base) if config.invocation_token_ids else None
@@ -84,6 +84,12 @@ class _LoraCompiler:
         if absent := sorted(self._targets - adapted):
             # What PEFT does as well: a targeted module whose tensors are missing stays as the base has it.
             logger.warning("no tensors for %d targeted modules: %s", len(absent), ", ".join(absent[:5]))
+
+    def _adaptable(self) -> set[str]:
+        # PEFT defines neither for Conv1D.
+        is_special = self._config.is_block_diagonal or self._config.initialisation == "kasa"
+        linears = self._sites.plain_linears if is_special else self._sites.linears
+        return {*linears, self._sites.embedding_path}
 
     @property
     def _always(self) -> list[PatchBuilder]:
@@ -142,6 +148,10 @@ class _LoraCompiler:
             )
         weight = self.saved.weight(module)
         if self._config.initialisation == "olora":
+            if self._sites.linears[module].transposed:
+                # PEFT decomposes the matrix as it is stored.
+                q, r = torch.linalg.qr(weight.t())
+                return r[:rank].t() * scaling, q[:, :rank].t()
             q, r = torch.linalg.qr(weight)
             return q[:, :rank] * scaling, r[:rank]
         u, s, v = torch.linalg.svd(weight, full_matrices=False)

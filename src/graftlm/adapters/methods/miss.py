@@ -59,7 +59,9 @@ def compile_miss(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeigh
         delta = torch.einsum("oaib,obc->oaic", tiles, blocks) + blocks[:, :, None, :]
         return Dense(delta=delta.reshape(out_features, in_features))
 
-    return Folding(config, tensors, base).compile("MiSS", ("miss_block",), fold_tiles if kind == "bat" else fold)
+    return Folding(config, tensors, base, base.sites.plain_linears).compile(
+        "MiSS", ("miss_block",), fold_tiles if kind == "bat" else fold
+    )
 
 
 def _check_divisible(linear: FoldedLinear, divisible: bool, what: str) -> None:

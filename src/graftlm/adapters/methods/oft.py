@@ -76,7 +76,7 @@ def compile_oft(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeight
         check_shape(f"{ROLE} of {module}", vectors, (1 if rotation.is_shared else number, size * (size - 1) // 2))
         builder.transform_input(module, BlockRotation(blocks=_rotations(vectors, size, rotation)))
 
-    return compile_each_module("OFT", config, tensors, base, role=ROLE, adaptable=base.sites.linears, adapt=adapt)
+    return compile_each_module("OFT", config, tensors, base, role=ROLE, adaptable=base.sites.plain_linears, adapt=adapt)
 
 
 def _parse_rotation(raw: Mapping[str, Any]) -> _Rotation:

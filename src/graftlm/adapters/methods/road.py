@@ -64,7 +64,7 @@ def compile_road(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeigh
         )
 
     return compile_each_module(
-        "RoAd", config, tensors, base, role="road_theta", adaptable=base.sites.linears, adapt=adapt
+        "RoAd", config, tensors, base, role="road_theta", adaptable=base.sites.plain_linears, adapt=adapt
     )
 
 

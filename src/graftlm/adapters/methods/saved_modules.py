@@ -69,15 +69,18 @@ class SavedModules:
         if self._config.bias == "none":
             return
         for module in self._tensors.modules_with("bias", "base_layer.bias"):
-            current = self._base.bias(module) if module in self._sites.linears else None
+            current = self._bias(module)
             saved = self._tensors.take(module, "base_layer.bias")
             saved = self._tensors.take(module, "bias") if saved is None else saved
             if saved is None or current is None:
                 raise AdapterIncompatible(f"{module} has no bias in this base, but the adapter brings one")
             check_shape(f"bias of {module}", saved, tuple(current.shape))
-            shift = self.on_device(saved).float() - current.float()
             for builder in self._builders:
-                builder.transform_output(module, Affine(shift=shift))
+                if module in self._sites.norms:
+                    builder.replace_norm(module, self._base.norm(module)[0], saved)
+                else:
+                    shift = self.on_device(saved).float() - current.float()
+                    builder.transform_output(module, Affine(shift=shift))
                 builder.describe(module, "bias")
 
     def is_replaced(self, module: str) -> bool:
@@ -139,6 +142,12 @@ class SavedModules:
     def _ends(self) -> tuple[str, str]:
         """The modules with a row per token."""
         return self._sites.embedding_path, self._sites.head_path
+
+    def _bias(self, module: str) -> Tensor | None:
+        """The base's bias of a module, if it has one."""
+        if module in self._sites.norms:
+            return self._base.norm(module)[1]
+        return self._base.bias(module) if module in self._sites.linears else None
 
     def _saved_bias(self, module: str, current: Tensor | None) -> Tensor | None:
         """The bias of a module that is saved whole: there if and only if the base's module has one."""

@@ -42,4 +42,6 @@ def compile_shira(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeig
         delta = values.new_zeros(out_features, in_features)
         return Dense(delta=delta.index_put_((rows, columns), values, accumulate=True))
 
-    return Folding(config, tensors, base).compile("SHiRA", ("shira_weight", "shira_indices"), fold)
+    return Folding(config, tensors, base, base.sites.plain_linears).compile(
+        "SHiRA", ("shira_weight", "shira_indices"), fold
+    )

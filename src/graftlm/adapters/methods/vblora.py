@@ -43,7 +43,7 @@ def compile_vblora(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWei
     num_vectors = read_rank("num_vectors", raw.get("num_vectors"), default=256)
     num_mixed = read_rank("topk", raw.get("topk"), default=2)
     is_short = read_flag("save_only_topk_weights", raw.get("save_only_topk_weights"))
-    folding = Folding(config, tensors, base)
+    folding = Folding(config, tensors, base, base.sites.linears)
     bank = folding.saved.on_device(tensors.require(WHOLE_MODEL, "vblora_vector_bank")).float()
     if tuple(bank.shape) != (num_vectors, length) or num_mixed > num_vectors:
         raise AdapterCorrupt(

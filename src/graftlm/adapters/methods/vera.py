@@ -34,7 +34,7 @@ def compile_vera(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeigh
         AdapterUnsupported, AdapterIncompatible, AdapterCorrupt
     """
     config = parse_ranked_config(raw, FIELDS, default_rank=256)
-    folding = Folding(config, tensors, base)
+    folding = Folding(config, tensors, base, base.sites.linears)
     shapes = [folding.saved.shape(path) for path in folding.targets]
     if not shapes:
         raise AdapterIncompatible(

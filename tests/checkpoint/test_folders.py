@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load, save_file
@@ -289,3 +290,19 @@ def test_the_weights_file_may_vanish_once_the_engine_stands(base: Path) -> None:
 def test_a_layer_count_that_would_fill_the_memory_is_refused(base: Path) -> None:
     edit_json(base / "config.json", num_hidden_layers=10**9)
     refusal(base, "num_hidden_layers is too large")
+
+
+def test_what_was_read_of_a_file_does_not_stay_in_memory_while_the_rest_is_read(base: Path) -> None:
+    size, count = 32 << 20, 6
+    save_file(
+        {f"tensor{index}": torch.full((size // 4,), float(index)) for index in range(count)}, base / "model.safetensors"
+    )
+    checkpoint = open_checkpoint(base)
+    first = checkpoint.read("tensor0")
+    before, largest = psutil.Process().memory_info().rss, 0
+    for index in range(count):
+        assert checkpoint.read(f"tensor{index}").sum() == index * (size // 4)
+        largest = max(largest, psutil.Process().memory_info().rss - before)
+    assert largest < count // 2 * size + (8 << 20)
+    assert first.max() == 0
+    checkpoint.close()

@@ -16,11 +16,14 @@ from graftlm.errors import CheckpointError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Pages of a mapped file that were read count as resident memory until the file is unmapped.
+REMAP_BYTES = 64 << 20
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class SafetensorsCheckpoint:
-    """A `Checkpoint` over a folder. Tensors are memory-mapped; nothing is read before it is asked for."""
+    """A `Checkpoint` over a folder. Tensors are memory-mapped: nothing is read before it is asked for, and what was is
+    unmapped soon after its last tensor is gone."""
 
     def __init__(self, folder: Path) -> None:
         if not (folder / "config.json").is_file():
@@ -32,7 +35,9 @@ class SafetensorsCheckpoint:
             read_json_object(generation, CheckpointError) if generation.is_file() else {}
         )
         self.tokenizer_files: tuple[Path, str | None] = (folder, None)
+        self._folder = folder
         self._files = {name: _open(folder / name) for name in _weight_files(folder)}
+        self._bytes_read = dict.fromkeys(self._files, 0)
         self._file_of: dict[str, str] = {}
         for file_name, file in self._files.items():
             for name in file.keys():  # noqa: SIM118  (safe_open objects are not mappings)
@@ -48,7 +53,13 @@ class SafetensorsCheckpoint:
         return tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        file_name = self._file_of[name]
+        tensor: Tensor = self._files[file_name].get_tensor(name)
+        self._bytes_read[file_name] += tensor.nbytes
+        if self._bytes_read[file_name] >= REMAP_BYTES:
+            # The old mapping goes with the last tensor that was read through it.
+            self._files[file_name] = _open(self._folder / file_name)
+            self._bytes_read[file_name] = 0
         if tensor.dtype not in WEIGHT_DTYPES:
             # Codes of some quantisation: as numbers they mean nothing.
             raise CheckpointError(

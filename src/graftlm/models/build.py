@@ -68,11 +68,12 @@ class _Builder:
     def build(self) -> Decoder:
         spec, layout = self._spec, self._layout
         table = DenseWeight(self._read(f"{self._names.embedding}.weight"))
+        # Before the layers: while it is copied, the largest matrix of many models counts twice.
+        head_weight = table if spec.head.tied else self._weight(layout.head)
         embedding = self._embedding(table)
         blocks = [self._block(*layer) for layer in zip(spec.layers, layout.layers, strict=True)]
         final_norm = None if layout.final_norm is None else self._norm(layout.final_norm)
         project_out = None if layout.project_out is None else self._linear(layout.project_out)
-        head_weight = table if spec.head.tied else self._weight(layout.head)
         return Decoder(
             embedding=embedding,
             rotary=list(self._rotary.values()),

@@ -28,6 +28,7 @@ from graftlm.layers.patch import (
     ReplacedRows,
     Slot,
 )
+from graftlm.layers.transforms import Affine
 from graftlm.models.base_weights import BaseWeights
 from graftlm.models.site import LinearSite
 from graftlm.quantization import DenseWeight
@@ -100,6 +101,8 @@ class PatchBuilder:
         self._linears[path].bias = bias
 
     def replace_head_rows(self, rows: ReplacedRows) -> None:
+        """Logits of some tokens from rows of the adapter's own. PEFT multiplies with the whole matrix, these rows in
+        it, and leaves a head's bias out altogether; so it is here."""
         self._linears[self._base.sites.head_path].rows = rows
 
     def replace_norm(self, path: str, weight: Tensor, bias: Tensor | None) -> None:
@@ -142,8 +145,16 @@ class PatchBuilder:
         """The head may have more or fewer rows than the base's."""
         site = self._base.sites.linears[self._base.sites.head_path]
         size = site.out_features if changes.weight is None else len(changes.weight)
+        if changes.rows is not None:
+            changes = self._without_bias(changes)
         linear = self._fuse([(replace(site, stop=size), changes)])
         return HeadPatch(linear=linear, vocab_size=None if size == site.out_features else size, rows=changes.rows)
+
+    def _without_bias(self, changes: _LinearChanges) -> _LinearChanges:
+        bias = self._base.bias(self._base.sites.head_path)
+        if bias is None or changes.weight is not None:
+            return replace(changes, bias=None)
+        return replace(changes, outputs=[Affine(shift=-bias.float()), *changes.outputs])
 
     def _fuse(self, parts: list[tuple[LinearSite, _LinearChanges]]) -> LinearPatch:
         """One patch for a layer that may hold several modules' rows."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graftlm.layers.linear import apply_patches
-from graftlm.layers.patch import ReplacedRows, Segment
+from graftlm.layers.patch import Segment
 from graftlm.quantization import Weight
 
 
@@ -37,12 +37,8 @@ class OutputHead:
             if patch.vocab_size is not None:
                 logits[span, patch.vocab_size :] = -torch.inf
             if patch.rows is not None:
-                logits[span, patch.rows.ids] = self._replaced(hidden[span], patch.rows)
+                logits[span, patch.rows.ids] = hidden[span] @ patch.rows.values.t()
         return (logits if self._softcap is None else _capped(logits, self._softcap)).float()
-
-    def _replaced(self, hidden: Tensor, rows: ReplacedRows) -> Tensor:
-        logits = hidden @ rows.values.t()
-        return logits if self.bias is None else logits + self.bias[rows.ids]
 
 
 def _widen(logits: Tensor, width: int) -> Tensor:

@@ -135,7 +135,7 @@ class EmbeddingPatch:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadPatch:
-    """The output head: a linear patch over the adapter's vocabulary, then replaced rows.
+    """The output head: a linear patch over the adapter's vocabulary, then replaced rows, which get no bias.
 
     vocab_size: rows the adapter's head has when they are not the base's number; the patch then computes all of them,
     and logits beyond are -inf.

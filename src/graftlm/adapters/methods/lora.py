@@ -233,6 +233,14 @@ class _LoraCompiler:
         if ids and max(ids) >= size:
             raise AdapterIncompatible(f"{module} has a row for token {max(ids)}", allowed=f"tokens below {size}")
         head = self._sites.head_path
+        if (
+            self._config.bias == "all"
+            and self._base.bias(head) is not None
+            and (module == head or self._reaches_head())
+        ):
+            raise AdapterUnsupported(
+                "trainable_token_indices of an output head that has a bias is not supported with bias='all'"
+            )
         if head in self._targets and (module == head or self._reaches_head()):
             raise AdapterUnsupported(
                 "trainable_token_indices together with a low-rank update of the output head is not supported"

@@ -18,6 +18,8 @@ from graftlm.errors import AdapterCorrupt, AdapterIncompatible, AdapterUnsupport
 from graftlm.layers.transforms import Affine
 from graftlm.models.base_weights import BaseWeights
 
+WEIGHT_ROLES = ("base_layer.weight", "token_adapter.base_layer.weight")
+BIAS_ROLES = ("bias", "base_layer.bias", "token_adapter.base_layer.bias")
 # Before training: copies of the modules whose trained form is saved too.
 ORIGINAL_ROLES = ("original_module.weight", "original_module.bias")
 
@@ -44,11 +46,9 @@ class SavedModules:
         for role in ORIGINAL_ROLES:
             self._tensors.drop(role)
         weights: dict[str, Tensor] = {}
-        for module in self._tensors.modules_with(
-            "weight", "modules_to_save.weight", "base_layer.weight", "token_adapter.base_layer.weight"
-        ):
+        for module in self._tensors.modules_with("weight", "modules_to_save.weight", *WEIGHT_ROLES):
             saved = is_saved(self._config, module)
-            roles = ["base_layer.weight", "token_adapter.base_layer.weight"]
+            roles = list(WEIGHT_ROLES)
             if saved or module in self._ends:
                 roles.insert(0, "weight")
             # ensure_weight_tying saves both ends, and names one of them.
@@ -65,22 +65,24 @@ class SavedModules:
         self.vocab_size = self._settle_vocabulary(weights)
 
     def replace_biases(self) -> None:
-        """`bias="all"` and its like save absolute values that take the place of the base's."""
-        if self._config.bias == "none":
-            return
-        for module in self._tensors.modules_with("bias", "base_layer.bias"):
+        """`bias="all"` and its like save absolute values that take the place of the base's; beside a head that is
+        adapted, PEFT saves its bias whatever the config says."""
+        for module in self._tensors.modules_with(*BIAS_ROLES):
+            if self._config.bias == "none" and module not in self._ends:
+                continue
             current = self._bias(module)
-            saved = self._tensors.take(module, "base_layer.bias")
-            saved = self._tensors.take(module, "bias") if saved is None else saved
+            saved = self._take_bias(module)
             if saved is None or current is None:
                 raise AdapterIncompatible(f"{module} has no bias in this base, but the adapter brings one")
             check_shape(f"bias of {module}", saved, tuple(current.shape))
+            saved, current = self.on_device(saved).float(), current.float()
+            if torch.equal(saved, current):
+                continue
             for builder in self._builders:
                 if module in self._sites.norms:
                     builder.replace_norm(module, self._base.norm(module)[0], saved)
                 else:
-                    shift = self.on_device(saved).float() - current.float()
-                    builder.transform_output(module, Affine(shift=shift))
+                    builder.transform_output(module, Affine(shift=saved - current))
                 builder.describe(module, "bias")
 
     def is_replaced(self, module: str) -> bool:
@@ -125,11 +127,13 @@ class SavedModules:
         current = self._base.embedding() if module == self._sites.embedding_path else self.weight(module)
         rows = weight.shape[0] if module in self._ends and weight.dim() == 2 else current.shape[0]
         check_shape(module, weight, (rows, current.shape[1]))
-        bias = self._base.bias(module) if module in self._sites.linears else None
+        bias = self._bias(module)
         if is_saved(self._config, module):
             bias = self._saved_bias(module, bias)
         elif weight.shape == current.shape and torch.equal(weight.to(current), current):
             return  # a copy of the base: PEFT saves one beside every adapter on embedding or head
+        elif bias is not None and rows != len(bias):
+            bias = self._resized_bias(module, bias, rows)
         self._replaced[module] = weight
         for builder in self._builders:
             if module == self._sites.embedding_path:
@@ -144,10 +148,23 @@ class SavedModules:
         return self._sites.embedding_path, self._sites.head_path
 
     def _bias(self, module: str) -> Tensor | None:
-        """The base's bias of a module, if it has one."""
+        """A module's bias as the base has it."""
         if module in self._sites.norms:
             return self._base.norm(module)[1]
         return self._base.bias(module) if module in self._sites.linears else None
+
+    def _take_bias(self, module: str) -> Tensor | None:
+        found = [bias for role in BIAS_ROLES if (bias := self._tensors.take(module, role)) is not None]
+        return found[-1] if found else None
+
+    def _resized_bias(self, module: str, current: Tensor, rows: int) -> Tensor:
+        """The bias of a head with another vocabulary."""
+        saved = self._take_bias(module)
+        if saved is None and rows > len(current):
+            raise AdapterCorrupt(f"{module} has {rows} rows, but its bias is missing")
+        bias = current[:rows] if saved is None else saved
+        check_shape(f"bias of {module}", bias, (rows,))
+        return bias
 
     def _saved_bias(self, module: str, current: Tensor | None) -> Tensor | None:
         """The bias of a module that is saved whole: there if and only if the base's module has one."""

@@ -29,7 +29,7 @@ def spec(config: ConfigReader) -> ModelSpec:
     Raises:
         CheckpointError: a value Graft does not compute with, by name.
     """
-    config.ignore("hidden_dropout")
+    config.ignore("hidden_dropout", "multi_query")  # the latter is read where it counts
     width = config.spelling("n_embed", "hidden_size")
     hidden_size = config.integer(width)
     bias = config.flag("bias")

@@ -1,0 +1,225 @@
+"""Adapters on what other families have and Llama lacks: projections fused on disk, norms and heads with biases, an
+embedding norm, positions without rotation (R042)."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from graftlm import LLM
+from graftlm.errors import AdapterUnsupported
+from tests.parity.family_cases import FAMILY_CASES
+from tests.parity.method_rig import (
+    PROMPT,
+    Case,
+    Expected,
+    assert_adapter_is_peft,
+    assert_batch_is_peft,
+    expect_adapters,
+    expect_bases,
+    load_llms,
+    make_adapter,
+    make_adapters,
+    run_peft,
+)
+from tests.tiny import make_model
+
+# PEFT warns of a head among the targets, whose weight it saves as well, and of block sizes that it adjusts.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
+
+BASES = ("bloom", "bloom_normed_residual", "falcon_40b", "falcon_rw", "gpt_neox", "phi", "phi_qk_norm")
+ALL_FUSED = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
+ALL_OF_PHI = ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"]
+
+# name -> base, config class, config.
+CASES: dict[str, Case] = {
+    "bloom-by-default": ("bloom", peft.LoraConfig, {}),
+    "bloom-all-linear": ("bloom", peft.LoraConfig, {"target_modules": "all-linear", "bias": "all"}),
+    "bloom-norms-saved": (
+        "bloom",
+        peft.LoraConfig,
+        {"target_modules": ["dense"], "modules_to_save": ["word_embeddings_layernorm", "input_layernorm", "ln_f"]},
+    ),
+    "bloom-projection-saved": (
+        "bloom",
+        peft.LoraConfig,
+        {"target_modules": ["dense_4h_to_h"], "modules_to_save": ["query_key_value", "post_attention_layernorm"]},
+    ),
+    "bloom-ia3-by-default": ("bloom", peft.IA3Config, {}),
+    "bloom-ln-tuning-by-default": ("bloom", peft.LNTuningConfig, {}),
+    "bloom-prompt-tuning": ("bloom", peft.PromptTuningConfig, {"num_virtual_tokens": 5}),
+    "bloom-tokens": ("bloom", peft.TrainableTokensConfig, {"token_indices": [9, 5, 200]}),
+    "bloom-normed-residual-prompt-tuning": (
+        "bloom_normed_residual",
+        peft.PromptTuningConfig,
+        {"num_virtual_tokens": 17},
+    ),
+    "bloom-normed-residual-norms": (
+        "bloom_normed_residual",
+        peft.LNTuningConfig,
+        {"target_modules": ["input_layernorm", "post_attention_layernorm", "word_embeddings_layernorm"]},
+    ),
+    "groups-by-default": ("falcon_40b", peft.LoraConfig, {}),
+    "groups-saved": (
+        "falcon_40b",
+        peft.LoraConfig,
+        {"target_modules": ["dense"], "modules_to_save": ["query_key_value", "ln_attn", "ln_mlp"]},
+    ),
+    "groups-ia3-by-default": ("falcon_40b", peft.IA3Config, {}),
+    "groups-ln-tuning-by-default": ("falcon_40b", peft.LNTuningConfig, {}),
+    "groups-road": ("falcon_40b", peft.RoadConfig, {"variant": "road_4", "group_size": 8, "target_modules": ALL_FUSED}),
+    "groups-oft": ("falcon_40b", peft.OFTConfig, {"oft_block_size": 8, "target_modules": ALL_FUSED}),
+    "groups-boft": ("falcon_40b", peft.BOFTConfig, {"boft_block_size": 8, "target_modules": ALL_FUSED}),
+    "groups-vera": ("falcon_40b", peft.VeraConfig, {"r": 8}),
+    "groups-loha": ("falcon_40b", peft.LoHaConfig, {"r": 3, "target_modules": ALL_FUSED}),
+    "groups-lokr": ("falcon_40b", peft.LoKrConfig, {"r": 2, "target_modules": ALL_FUSED, "decompose_both": True}),
+    "rw-by-default": ("falcon_rw", peft.LoraConfig, {"bias": "all"}),
+    "rw-prompt-tuning": ("falcon_rw", peft.PromptTuningConfig, {"num_virtual_tokens": 5}),
+    "rw-ia3-by-default": ("falcon_rw", peft.IA3Config, {}),
+    "neox-by-default": ("gpt_neox", peft.LoraConfig, {}),
+    "neox-all-linear": ("gpt_neox", peft.LoraConfig, {"target_modules": "all-linear", "bias": "all"}),
+    "neox-ia3-by-default": ("gpt_neox", peft.IA3Config, {}),
+    "neox-ln-tuning": (
+        "gpt_neox",
+        peft.LNTuningConfig,
+        {"target_modules": ["input_layernorm", "post_attention_layernorm", "final_layer_norm"]},
+    ),
+    "neox-ends-saved": (
+        "gpt_neox",
+        peft.LoraConfig,
+        {"target_modules": ["query_key_value"], "modules_to_save": ["embed_in", "lm_head"]},
+    ),
+    "neox-prompt-tuning": ("gpt_neox", peft.PromptTuningConfig, {"num_virtual_tokens": 5}),
+    "neox-adalora": ("gpt_neox", peft.AdaLoraConfig, {"init_r": 6, "total_step": 10}),
+    "phi-by-default": ("phi", peft.LoraConfig, {}),
+    "phi-head": ("phi", peft.LoraConfig, {"target_modules": ["lm_head"]}),
+    "phi-head-with-lora-bias": ("phi", peft.LoraConfig, {"target_modules": ["lm_head", "fc1"], "lora_bias": True}),
+    "phi-head-dora": ("phi", peft.LoraConfig, {"target_modules": ["lm_head", "q_proj"], "use_dora": True}),
+    "phi-head-saved": ("phi", peft.LoraConfig, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "phi-every-bias": ("phi", peft.LoraConfig, {"target_modules": ["k_proj"], "bias": "all"}),
+    "phi-biases-of-targets": ("phi", peft.LoraConfig, {"target_modules": ["lm_head", "fc2"], "bias": "lora_only"}),
+    "phi-ia3-by-default": ("phi", peft.IA3Config, {}),
+    "phi-ia3-head": ("phi", peft.IA3Config, {"target_modules": ["lm_head", "fc1"], "feedforward_modules": ["fc1"]}),
+    "phi-ln-tuning-by-default": ("phi", peft.LNTuningConfig, {}),
+    "phi-tokens-both-ends": (
+        "phi",
+        peft.TrainableTokensConfig,
+        {"token_indices": [40, 7], "target_modules": ["embed_tokens", "lm_head"]},
+    ),
+    "phi-tokens-of-lora": (
+        "phi",
+        peft.LoraConfig,
+        {"target_modules": ["dense"], "trainable_token_indices": {"lm_head": [3, 9]}},
+    ),
+    "phi-vera-head": ("phi", peft.VeraConfig, {"r": 8, "target_modules": ["lm_head"], "bias": "all"}),
+    "phi-oft-head": ("phi", peft.OFTConfig, {"oft_block_size": 8, "target_modules": ["lm_head"]}),
+    "phi-qk-norms-saved": (
+        "phi_qk_norm",
+        peft.LoraConfig,
+        {"target_modules": ALL_OF_PHI, "modules_to_save": ["q_layernorm", "k_layernorm"]},
+    ),
+    "phi-qk-norms-tuned": ("phi_qk_norm", peft.LNTuningConfig, {"target_modules": ["q_layernorm", "final_layernorm"]}),
+    "phi-tied-tokens": ("phi_qk_norm", peft.TrainableTokensConfig, {"token_indices": [9, 5, 200]}),
+    "phi-tied-head": ("phi_qk_norm", peft.LoraConfig, {"target_modules": ["lm_head"], "bias": "all"}),
+}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("bases")
+    return {name: make_model(folder / name, FAMILY_CASES[name].config()) for name in BASES}
+
+
+@pytest.fixture(scope="module")
+def folders(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_adapters(CASES, bases, tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def llms(bases: dict[str, Path], folders: dict[str, Path]) -> dict[str, LLM]:
+    return load_llms(CASES, bases, folders)
+
+
+@pytest.fixture(scope="module")
+def expected(bases: dict[str, Path], folders: dict[str, Path]) -> dict[str, Expected]:
+    return expect_adapters(CASES, bases, folders)
+
+
+@pytest.fixture(scope="module")
+def unadapted(bases: dict[str, Path]) -> dict[str, Expected]:
+    return expect_bases(bases)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_greedy_tokens_are_those_of_peft(
+    name: str, llms: dict[str, LLM], expected: dict[str, Expected], unadapted: dict[str, Expected]
+) -> None:
+    base = CASES[name][0]
+    assert_adapter_is_peft(name, llms[base], expected[name], unadapted[base])
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_adapters_and_base_share_a_batch_without_touching_each_other(
+    base: str, llms: dict[str, LLM], expected: dict[str, Expected], unadapted: dict[str, Expected]
+) -> None:
+    names = [name for name, case in CASES.items() if case[0] == base]
+    assert_batch_is_peft(names, llms[base], expected, unadapted[base])
+
+
+@pytest.mark.parametrize("vocab_size", [300, 200])
+def test_a_head_with_a_bias_may_have_another_length_for_an_adapter(
+    vocab_size: int, bases: dict[str, Path], llms: dict[str, LLM], tmp_path: Path
+) -> None:
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head", "embed_tokens"])
+    make_adapter(bases["phi"], tmp_path, config, vocab_size=vocab_size)
+    prompt = [5, 9, 170, vocab_size - 1]
+    reference = run_peft(bases["phi"], tmp_path, vocab_size=vocab_size, prompt=prompt)
+    llms["phi"].load_adapter("resized", tmp_path)
+    logits = llms["phi"].logits(prompt, adapter="resized")
+    torch.testing.assert_close(logits[:, :vocab_size], reference.logits, rtol=1e-4, atol=1e-4)
+    assert torch.isneginf(logits[:, vocab_size:]).all()
+    llms["phi"].unload_adapter("resized")
+
+
+def test_token_rows_of_a_head_with_trained_biases_are_refused_by_name(
+    bases: dict[str, Path], llms: dict[str, LLM], tmp_path: Path
+) -> None:
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], bias="all", trainable_token_indices={"lm_head": [3]}
+    )
+    make_adapter(bases["phi"], tmp_path, config)
+    with pytest.raises(AdapterUnsupported, match="bias='all'"):
+        llms["phi"].load_adapter("refused", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "bloom", "falcon_7b_biases"])
+def test_large_biases_of_a_fused_projection_survive_adapters(name: str, tmp_path: Path) -> None:
+    """R045: an adapter of zeros is the base to the bit, a loud one is PEFT's."""
+    case = FAMILY_CASES[name]
+    base = make_model(tmp_path / "base", case.config())
+    weights = base / "model.safetensors"
+    torch.manual_seed(0)
+    large = {
+        key: tensor.sign() * 5 if re.search(r"(_proj|query_key_value)\.bias$", key) else tensor
+        for key, tensor in load_file(weights).items()
+    }
+    save_file(large, weights, metadata={"format": "pt"})
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=list(case.targets))
+    loud = make_adapter(base, tmp_path / "loud", config)
+    silent = Path(shutil.copytree(loud, tmp_path / "silent"))
+    adapter = load_file(silent / "adapter_model.safetensors")
+    save_file(
+        {key: torch.zeros_like(tensor) if "lora_B" in key else tensor for key, tensor in adapter.items()},
+        silent / "adapter_model.safetensors",
+    )
+    llm = LLM(base, adapters={"loud": loud, "silent": silent})
+    assert torch.equal(llm.logits(PROMPT, adapter="silent"), llm.logits(PROMPT))
+    unadapted = run_peft(base, None)
+    torch.testing.assert_close(llm.logits(PROMPT), unadapted.logits, rtol=1e-4, atol=1e-4)
+    assert_adapter_is_peft("loud", llm, run_peft(base, loud), unadapted)

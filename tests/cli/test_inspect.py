@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from graftlm.cli import app
 from tests import tiny
+from tests.parity import lora_cases
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +83,69 @@ def test_tokenizer_files_beside_the_weights_are_listed(adapter: Path, tmp_path: 
     tiny.write_tokenizer(folder)
     _, output = inspect(folder)
     assert "tokenizer.json" in output
+
+
+def test_what_becomes_of_each_module_is_printed(base: Path, tmp_path: Path) -> None:
+    mixed = tiny.make_adapter(
+        base, tmp_path / "mixed", use_dora=True, modules_to_save=["lm_head"], trainable_token_indices=[5, 9]
+    )
+    code, output = inspect(mixed, "--base", base)
+    assert code == 0
+    rows = [" ".join(line.split()) for line in output.splitlines()]
+    assert "model.layers.*.self_attn.q_proj 2 8 2 LoRA, DoRA" in rows
+    assert "lm_head 1 replaced" in rows
+    assert "model.embed_tokens 1 token rows" in rows
+
+
+CHECKED: dict[str, tuple[bool, dict[str, Any]]] = {
+    "lora": (False, {"target_modules": [*tiny.ALL_PROJECTIONS, "lm_head", "embed_tokens"]}),
+    "tokens": (True, {"trainable_token_indices": [5, 9, 200]}),
+    "invoked": (False, {"alora_invocation_tokens": [17, 18]}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT warns of adapters on both ends
+@pytest.mark.parametrize("name", CHECKED)
+def test_an_adapter_is_checked_against_peft(name: str, tmp_path: Path) -> None:
+    tied, config = CHECKED[name]
+    base = tiny.make_llama(tmp_path / "base", tied=tied)
+    code, output = inspect(tiny.make_adapter(base, tmp_path / "adapter", **config), "--base", base, "--check")
+    words = " ".join(output.split())
+    assert code == 0, words
+    assert "Agrees with PEFT" in words
+    assert "48 of 48 greedy tokens are equal" in words
+    moved = re.search(r"moves the base's by ([\d.]+)", words)
+    assert moved is not None
+    assert float(moved[1]) > 1e-2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_with_a_larger_vocabulary_is_checked_too(tmp_path: Path) -> None:
+    base = tiny.make_llama(tmp_path / "base")
+    case = lora_cases.CASES["62_grown_trained"]
+    folder = lora_cases.make_case("grown", case, lora_cases.open_base(base), tmp_path / "adapter")
+    code, output = inspect(folder, "--base", base, "--check")
+    assert code == 0
+    assert "Agrees with PEFT" in output
+
+
+def test_an_adapter_that_answers_otherwise_than_peft_is_told_apart(adapter: Path, base: Path, tmp_path: Path) -> None:
+    """PEFT reads a tensor whose name is spelt another way as absent, and answers with one module less."""
+    folder = Path(shutil.copytree(adapter, tmp_path / "respelt"))
+    lora_cases.rewrite(
+        folder / "adapter_model.safetensors",
+        lambda tensors: {name.replace("layers.0", "module.layers.0"): t for name, t in tensors.items()},
+    )
+    with pytest.warns(UserWarning, match="missing adapter keys"):
+        code, output = inspect(folder, "--base", base, "--check")
+    assert code == 1
+    assert "Disagrees with PEFT" in output
+
+
+def test_a_check_without_a_base_says_what_is_missing(adapter: Path) -> None:
+    result = CliRunner().invoke(app, ["inspect", str(adapter), "--check"])
+    assert result.exit_code == 2
+    assert "--base" in result.stderr
 
 
 def test_a_missing_folder_is_one_line_on_stderr(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import typer.main
@@ -16,6 +18,11 @@ from graftlm.cli.options import field_help
 from graftlm.config import EngineConfig
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.server.errors import STATUS_AND_CODE
+
+# mkdocs runs as a program of its own, which does not look for modules where it is started.
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.parity import conformance
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -81,8 +88,11 @@ def _fields(config: type[Any]) -> str:
 
 GENERATED: dict[str, Callable[[], str]] = {
     "commands": commands,
+    "conformance": conformance.table,
+    "conformance_summary": conformance.summary,
     "engine_options": engine_options,
     "errors": errors,
+    "refused_fields": conformance.refused_fields,
     "refused_methods": refused_methods,
     "sampling_params": sampling_params,
     "served_methods": served_methods,

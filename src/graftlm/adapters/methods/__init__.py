@@ -3,60 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from graftlm.adapters.methods.adalora import compile_adalora
-from graftlm.adapters.methods.boft import compile_boft
-from graftlm.adapters.methods.c3a import compile_c3a
+from graftlm.adapters import config as lora_config
+from graftlm.adapters.methods import (
+    adalora,
+    boft,
+    c3a,
+    delora,
+    fourierft,
+    gralora,
+    hira,
+    hra,
+    ia3,
+    ln_tuning,
+    loha,
+    lokr,
+    lora,
+    miss,
+    oft,
+    prompt_tuning,
+    road,
+    shira,
+    trainable_tokens,
+    vblora,
+    vera,
+)
 from graftlm.adapters.methods.compiled import CompiledAdapter
-from graftlm.adapters.methods.delora import compile_delora
-from graftlm.adapters.methods.fourierft import compile_fourierft
-from graftlm.adapters.methods.gralora import compile_gralora
-from graftlm.adapters.methods.hira import compile_hira
-from graftlm.adapters.methods.hra import compile_hra
-from graftlm.adapters.methods.ia3 import compile_ia3
-from graftlm.adapters.methods.ln_tuning import compile_ln_tuning
-from graftlm.adapters.methods.loha import compile_loha
-from graftlm.adapters.methods.lokr import compile_lokr
-from graftlm.adapters.methods.lora import compile_lora
-from graftlm.adapters.methods.miss import compile_miss
-from graftlm.adapters.methods.oft import compile_oft
-from graftlm.adapters.methods.prompt_tuning import compile_p_tuning, compile_prompt_tuning
-from graftlm.adapters.methods.road import compile_road
-from graftlm.adapters.methods.shira import compile_shira
-from graftlm.adapters.methods.trainable_tokens import compile_trainable_tokens
-from graftlm.adapters.methods.vblora import compile_vblora
-from graftlm.adapters.methods.vera import compile_vera
 from graftlm.adapters.module_tensors import ModuleTensors
+from graftlm.adapters.target_config import ConfigFields
 from graftlm.errors import AdapterUnsupported
 from graftlm.models.base_weights import BaseWeights
 
 Compile = Callable[[Mapping[str, Any], ModuleTensors, BaseWeights], CompiledAdapter]
 
-# peft_type -> how it is compiled.
-METHODS: dict[str, Compile] = {
-    "LORA": compile_lora,
-    "ADALORA": compile_adalora,
-    "C3A": compile_c3a,
-    "DELORA": compile_delora,
-    "FOURIERFT": compile_fourierft,
-    "GRALORA": compile_gralora,
-    "HIRA": compile_hira,
-    "LOHA": compile_loha,
-    "LOKR": compile_lokr,
-    "MISS": compile_miss,
-    "SHIRA": compile_shira,
-    "VBLORA": compile_vblora,
-    "VERA": compile_vera,
-    "BOFT": compile_boft,
-    "HRA": compile_hra,
-    "IA3": compile_ia3,
-    "LN_TUNING": compile_ln_tuning,
-    "OFT": compile_oft,
-    "PROMPT_TUNING": compile_prompt_tuning,
-    "P_TUNING": compile_p_tuning,
-    "ROAD": compile_road,
-    "TRAINABLE_TOKENS": compile_trainable_tokens,
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """How adapters of one peft_type are compiled, and what is known of their config's fields."""
+
+    compile: Compile
+    fields: ConfigFields
+
+
+# By peft_type.
+METHODS: dict[str, Method] = {
+    "LORA": Method(compile=lora.compile_lora, fields=lora_config.FIELDS),
+    "ADALORA": Method(compile=adalora.compile_adalora, fields=adalora.FIELDS),
+    "C3A": Method(compile=c3a.compile_c3a, fields=c3a.FIELDS),
+    "DELORA": Method(compile=delora.compile_delora, fields=delora.FIELDS),
+    "FOURIERFT": Method(compile=fourierft.compile_fourierft, fields=fourierft.FIELDS),
+    "GRALORA": Method(compile=gralora.compile_gralora, fields=gralora.FIELDS),
+    "HIRA": Method(compile=hira.compile_hira, fields=hira.FIELDS),
+    "LOHA": Method(compile=loha.compile_loha, fields=loha.FIELDS),
+    "LOKR": Method(compile=lokr.compile_lokr, fields=lokr.FIELDS),
+    "MISS": Method(compile=miss.compile_miss, fields=miss.FIELDS),
+    "SHIRA": Method(compile=shira.compile_shira, fields=shira.FIELDS),
+    "VBLORA": Method(compile=vblora.compile_vblora, fields=vblora.FIELDS),
+    "VERA": Method(compile=vera.compile_vera, fields=vera.FIELDS),
+    "BOFT": Method(compile=boft.compile_boft, fields=boft.FIELDS),
+    "HRA": Method(compile=hra.compile_hra, fields=hra.FIELDS),
+    "IA3": Method(compile=ia3.compile_ia3, fields=ia3.FIELDS),
+    "LN_TUNING": Method(compile=ln_tuning.compile_ln_tuning, fields=ln_tuning.FIELDS),
+    "OFT": Method(compile=oft.compile_oft, fields=oft.FIELDS),
+    "PROMPT_TUNING": Method(compile=prompt_tuning.compile_prompt_tuning, fields=prompt_tuning.PROMPT_TUNING_FIELDS),
+    "P_TUNING": Method(compile=prompt_tuning.compile_p_tuning, fields=prompt_tuning.P_TUNING_FIELDS),
+    "ROAD": Method(compile=road.compile_road, fields=road.FIELDS),
+    "TRAINABLE_TOKENS": Method(compile=trainable_tokens.compile_trainable_tokens, fields=trainable_tokens.FIELDS),
 }
 
 # peft_type that PEFT knows and Graft does not serve -> why.
@@ -96,7 +110,7 @@ def find_method(peft_type: object) -> Compile:
     """
     known = peft_type if isinstance(peft_type, str) else ""
     if known in METHODS:
-        return METHODS[known]
+        return METHODS[known].compile
     reason = f": {REFUSED_METHODS[known]}" if known in REFUSED_METHODS else ""
     raise AdapterUnsupported(
         f"this peft_type is not supported{reason}", got=repr(peft_type)[:200], allowed=", ".join(sorted(METHODS))

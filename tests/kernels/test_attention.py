@@ -229,3 +229,24 @@ def test_keys_may_be_written_from_a_view_of_the_fused_projection() -> None:
     ops.write_kv(fused[:, 4:6], fused[:, 6:], *caches, slots)
     assert torch.equal(caches[0].view(16, 2, 4)[slots], fused[:, 4:6])
     assert torch.equal(caches[1].view(16, 2, 4)[slots], fused[:, 6:])
+
+
+@pytest.mark.parametrize("window", [None, 1, 8, 300])
+@pytest.mark.parametrize("kind", ["plain", *KINDS_OF_SCORES])
+def test_packed_sequences_are_attended_each_for_itself(kind: str, window: int | None) -> None:
+    torch.manual_seed(9)
+    lengths = [1, 17, 8, 40]
+    scores = ops.AttentionScores(scale=0.35, **KINDS_OF_SCORES.get(kind, {}))
+    sequences = [make_sequence(length, length, (6, 2), 8, torch.float32) for length in lengths]
+    query, key, value = (
+        torch.cat([getattr(sequence, name) for sequence in sequences]).requires_grad_()
+        for name in ("query", "key", "value")
+    )
+    plan = ops.plan_packed_attention(lengths, window=window, device=torch.device("cpu"))
+    got = ops.packed_attention(query, key, value, plan, scores)
+    expected = torch.cat([dense_attention(sequence, scores, window) for sequence in sequences])
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+    got.square().sum().backward()
+    assert key.grad is not None
+    assert value.grad is not None
+    assert value.grad.abs().max() > 0

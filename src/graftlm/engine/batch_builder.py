@@ -9,7 +9,9 @@ import torch
 from graftlm.adapters import Adapter
 from graftlm.engine.scheduler import ScheduledSequence
 from graftlm.kernels import ops
-from graftlm.layers.batch import CacheGroupBatch, RaggedBatch
+from graftlm.layers.batch import RaggedBatch
+from graftlm.layers.key_values import CacheGroupBatch, PagedKeyValues
+from graftlm.layers.kv_cache import KVCache
 from graftlm.layers.patch import ModelPatch, Segment
 
 
@@ -17,8 +19,6 @@ def build_batch(
     sequences: Sequence[ScheduledSequence],
     adapters: Mapping[str, Adapter],
     *,
-    block_size: int,
-    windows: Sequence[int | None],
     device: torch.device,
 ) -> RaggedBatch:
     """Pack the sequences one after the other.
@@ -26,7 +26,6 @@ def build_batch(
     Args:
         sequences: those of one adapter next to each other.
         adapters: by digest.
-        windows: of the decoder's cache groups.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -35,17 +34,23 @@ def build_batch(
         token_ids.extend(sequence.token_ids)
         positions.extend(range(sequence.start, sequence.stop))
         logit_rows.extend(range(len(token_ids) - sequence.num_logits, len(token_ids)))
-    groups = [_group(sequences, index, window, block_size, device) for index, window in enumerate(windows)]
     return RaggedBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
         prompt_lens=_per_token(sequences, [sequence.prompt_len for sequence in sequences], device),
         sequence_lens=_per_token(sequences, [sequence.sequence_len for sequence in sequences], device),
-        groups=tuple(groups),
         segments=_segments(sequences, adapters, [len(sequence.token_ids) for sequence in sequences]),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         logit_segments=_segments(sequences, adapters, [sequence.num_logits for sequence in sequences]),
     )
+
+
+def build_key_values(
+    sequences: Sequence[ScheduledSequence], cache: KVCache, *, windows: Sequence[int | None], device: torch.device
+) -> PagedKeyValues:
+    """Where the sequences' keys and values are. windows: of the decoder's cache groups."""
+    groups = [_group(sequences, index, window, cache.block_size, device) for index, window in enumerate(windows)]
+    return PagedKeyValues(cache=cache, groups=tuple(groups))
 
 
 def _group(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graftlm.adapters import Adapter
-from graftlm.engine.batch_builder import build_batch
+from graftlm.engine.batch_builder import build_batch, build_key_values
 from graftlm.engine.block_pool import BlockId
 from graftlm.engine.scheduler import ScheduledSequence
 from graftlm.layers.kv_cache import KVCache
@@ -42,14 +42,10 @@ class LocalExecutor:
         for group in range(len(self._decoder.windows)):
             if begun := [block for sequence in sequences if (block := self._begun_block(sequence, group)) is not None]:
                 self._cache.clear(group, begun)
-        batch = build_batch(
-            sequences,
-            self._adapters,
-            block_size=self._cache.block_size,
-            windows=self._decoder.windows,
-            device=self._decoder.device,
-        )
-        return self._decoder(batch, self._cache)
+        decoder = self._decoder
+        batch = build_batch(sequences, self._adapters, device=decoder.device)
+        key_values = build_key_values(sequences, self._cache, windows=decoder.windows, device=decoder.device)
+        return decoder(batch, key_values)
 
     def _begun_block(self, sequence: ScheduledSequence, group: int) -> BlockId | None:
         """The block that this step begins and does not fill. Its other slots are attended, masked, before they are

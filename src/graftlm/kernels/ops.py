@@ -2,10 +2,12 @@
 registry that chooses between them. Knows tensors and shapes; knows nothing of models, adapters or requests."""
 
 from graftlm.kernels.reference.activation import Activation, activate, gated_activation
-from graftlm.kernels.reference.attention import AttentionPlan, AttentionScores, paged_attention, plan_attention
+from graftlm.kernels.reference.attention import AttentionPlan, paged_attention, plan_attention
+from graftlm.kernels.reference.attention_scores import AttentionScores
 from graftlm.kernels.reference.kv_write import write_kv
 from graftlm.kernels.reference.lora import LoraExpand, LoraSegment, LoraUpdate, lora
 from graftlm.kernels.reference.norm import layer_norm, rms_norm
+from graftlm.kernels.reference.packed_attention import PackedAttentionPlan, packed_attention, plan_packed_attention
 from graftlm.kernels.reference.rotary import apply_rotary
 
 __all__ = [
@@ -15,13 +17,16 @@ __all__ = [
     "LoraExpand",
     "LoraSegment",
     "LoraUpdate",
+    "PackedAttentionPlan",
     "activate",
     "apply_rotary",
     "gated_activation",
     "layer_norm",
     "lora",
+    "packed_attention",
     "paged_attention",
     "plan_attention",
+    "plan_packed_attention",
     "rms_norm",
     "write_kv",
 ]

@@ -1,4 +1,4 @@
-"""Self-attention over the paged cache."""
+"""Self-attention."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class Attention:
     """Grouped-query attention; q, k and v come from one fused projection.
 
     query_norm, key_norm: over slices of as many columns as the norm is wide: one head, or the whole projection.
-    cache_layer: which of the cache's layers holds this layer's keys and values. cache_group: whose block tables it
-    reads.
+    cache_layer, cache_group: where its keys and values are, as in `KeyValues`.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Attention:
         self._cache_group = cache_group
 
     def __call__(self, x: Tensor, step: DecoderStep) -> Tensor:
-        """x: [T, E] -> [T, E]; writes this step's keys and values into the cache."""
+        """x: [T, E] -> [T, E]."""
         segments = step.batch.segments
         query, key, value = self._split(self._qkv(x, segments))
         query = _normed(query, self._query_norm, segments)
@@ -65,10 +64,8 @@ class Attention:
         if self._rotary is not None:
             angles = step.angles[self._rotary]
             query, key = RotaryEmbedding.rotate(query, angles), RotaryEmbedding.rotate(key, angles)
-        group = step.batch.groups[self._cache_group]
-        key_cache, value_cache = step.cache.key[self._cache_layer], step.cache.value[self._cache_layer]
-        ops.write_kv(key, value, key_cache, value_cache, group.slots)
-        attended = ops.paged_attention(query, key_cache, value_cache, group.attention, self._scores)
+        step.key_values.write(self._cache_layer, self._cache_group, key, value)
+        attended = step.key_values.attend(self._cache_layer, self._cache_group, query, self._scores)
         return self._output(attended.reshape(x.shape[0], -1), segments)
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

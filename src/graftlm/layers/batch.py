@@ -6,20 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from graftlm.kernels.ops import AttentionPlan
 from graftlm.layers.patch import Segment
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheGroupBatch:
-    """The batch as the layers of one cache group see it.
-
-    slots: [T] int64, where each token's key and value go in the paged cache.
-    attention: how the sequences are attended, planned once for these layers.
-    """
-
-    slots: Tensor
-    attention: AttentionPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +17,6 @@ class RaggedBatch:
     positions: [T] int64, each token's position in its own sequence.
     prompt_lens: [T] int64, the length of the prompt of each token's sequence.
     sequence_lens: [T] int64, all tokens known of each token's sequence, computed or not.
-    groups: one for each cache group of the decoder, in its order.
     segments: adapters over the T rows; rows outside them are the base's.
     logit_rows: [N] int64, the rows whose logits are wanted, ascending.
     logit_segments: the same adapters over those N rows.
@@ -40,7 +26,6 @@ class RaggedBatch:
     positions: Tensor
     prompt_lens: Tensor
     sequence_lens: Tensor
-    groups: tuple[CacheGroupBatch, ...]
     segments: tuple[Segment, ...]
     logit_rows: Tensor
     logit_segments: tuple[Segment, ...]

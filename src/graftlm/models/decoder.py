@@ -11,10 +11,11 @@ from graftlm.layers.batch import RaggedBatch
 from graftlm.layers.block import Block
 from graftlm.layers.embedding import InputEmbedding
 from graftlm.layers.head import OutputHead
-from graftlm.layers.kv_cache import KVCache, KVShape
+from graftlm.layers.key_values import KeyValues
+from graftlm.layers.kv_cache import KVShape
 from graftlm.layers.linear import Linear
 from graftlm.layers.norm import Norm
-from graftlm.layers.patch import Slot
+from graftlm.layers.patch import Segment, Slot
 from graftlm.layers.rotary import RotaryEmbedding
 from graftlm.layers.step import DecoderStep
 from graftlm.models.site import SiteMap
@@ -62,17 +63,24 @@ class Decoder:
         self.dtype = dtype
         self.device = device
 
-    def __call__(self, batch: RaggedBatch, cache: KVCache) -> Tensor:
-        """Logits of the rows that want them, [N, V] float32, V the largest vocabulary among them. Keys and values of
-        all rows go into the cache."""
+    def __call__(self, batch: RaggedBatch, key_values: KeyValues) -> Tensor:
+        """Logits of the rows that want them, [N, V] float32, V the largest vocabulary among them."""
+        hidden = self.hidden(batch, key_values)
+        return self.logits(hidden.index_select(0, batch.logit_rows), batch.logit_segments)
+
+    def hidden(self, batch: RaggedBatch, key_values: KeyValues) -> Tensor:
+        """What the last layer gives, [T, E]."""
         hidden = self.embedding(batch)
         angles = {rotary: rotary.angles(batch, hidden.dtype) for rotary in self._rotary}
-        step = DecoderStep(batch=batch, cache=cache, angles=angles)
+        step = DecoderStep(batch=batch, key_values=key_values, angles=angles)
         for block in self._blocks:
             hidden = block(hidden, step)
-        wanted = hidden.index_select(0, batch.logit_rows)
+        return hidden
+
+    def logits(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """Of rows of the last layer's output, [N, E] -> [N, V] float32."""
         if self._final_norm is not None:
-            wanted = self._final_norm(wanted, batch.logit_segments)
+            hidden = self._final_norm(hidden, segments)
         if self._project_out is not None:
-            wanted = self._project_out(wanted, batch.logit_segments)
-        return self.head(wanted, batch.logit_segments)
+            hidden = self._project_out(hidden, segments)
+        return self.head(hidden, segments)

@@ -20,11 +20,11 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _silu(x: Tensor) -> Tensor:
-    return functional.silu(x, inplace=True)
+    return functional.silu(x, inplace=not x.requires_grad)
 
 
 def _relu(x: Tensor) -> Tensor:
-    return functional.relu(x, inplace=True)
+    return functional.relu(x, inplace=not x.requires_grad)
 
 
 _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -38,7 +38,7 @@ _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """The activation of each element.
 
-    Args: x: any shape. It is used as scratch and its content is lost.
+    Args: x: any shape. It is used as scratch and its content is lost, unless it needs a gradient.
     Source: GELU, arXiv 1606.08415, exact and with tanh; SiLU, arXiv 1702.03118.
     """
     return _FUNCTIONS[activation](x)
@@ -48,9 +48,10 @@ def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
     """The activation of the first half times the second half.
 
     Semantics: with gate, up = the halves of the last dimension, activation(gate) * up.
-    Args: gate_up: [T, 2F], gate before up. It is used as scratch and its content is lost.
+    Args: gate_up: [T, 2F], gate before up. It is used as scratch and its content is lost, unless it needs a gradient.
     Returns: [T, F].
     Source: arXiv 2002.05202 (SwiGLU, GEGLU).
     """
     gate, up = gate_up.chunk(2, dim=-1)
-    return activate(gate, activation).mul_(up)
+    activated = activate(gate, activation)
+    return activated * up if gate_up.requires_grad else activated.mul_(up)

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from graftlm.kernels.reference.attention_scores import (
+    AttentionScores,
+    attend_groups,
+    attend_sequence,
+    causal_visibility,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,24 +53,6 @@ class PrefillSequence:
 class AttentionPlan:
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillSequence, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionScores:
-    """How scores are made of products q . k.
-
-    scale: factor. softcap: c * tanh(score / c).
-    slopes: [H], float32 or bfloat16; slope times the key's position, rounded to that dtype, times `slope_factor` is
-        added (ALiBi). Behind a window positions count from the first block that is read.
-    sinks: [H], one more score per head that takes part in the softmax and has no value.
-    Sources: Gemma 2, arXiv 2408.00118 (soft cap); ALiBi, arXiv 2108.12409; GPT-OSS, arXiv 2508.10925 (sinks).
-    """
-
-    scale: float
-    softcap: float | None = None
-    slopes: Tensor | None = None
-    slope_factor: float = 1.0
-    sinks: Tensor | None = None
 
 
 def plan_attention(
@@ -116,19 +104,12 @@ class _Decode:
 def _prefill(
     start: int, query_len: int, num_keys: int, blocks: Sequence[int], window: int | None, device: torch.device
 ) -> PrefillSequence:
-    visible = None
-    if num_keys > query_len or (window is not None and num_keys > window):
-        query = torch.arange(num_keys - query_len, num_keys, device=device)[:, None]
-        key = torch.arange(num_keys, device=device)[None, :]
-        visible = key <= query
-        if window is not None:
-            visible &= query - key < window
     return PrefillSequence(
         start=start,
         stop=start + query_len,
         num_keys=num_keys,
         blocks=torch.tensor(blocks, dtype=torch.int64, device=device),
-        visible=visible,
+        visible=causal_visibility(query_len, num_keys, window, device),
     )
 
 
@@ -182,76 +163,13 @@ def _attend_decodes(
     value = value_cache.index_select(0, group.blocks).view(shape).transpose(1, 2)
     # One position per sequence: the heads that share a KV head become its query rows, so K and V are never repeated.
     grouped = rows.reshape(count, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    mask = group.visible[:, None, None, :]
-    if scores.slopes is not None:
-        mask = _alibi(mask, scores.slopes.view(num_kv_heads, -1, 1), scores.slope_factor, rows.dtype)
-    if scores.softcap is None and scores.sinks is None:
-        attended = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scores.scale)
-    else:
-        sinks = None if scores.sinks is None else scores.sinks.view(num_kv_heads, -1, 1)
-        attended = _attend_eagerly(grouped, key, value, mask, scores, sinks)
+    attended = attend_groups(grouped, key, value, group.visible, scores)
     return attended.reshape(count, num_heads, head_dim)
 
 
 def _attend_prefill(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, sequence: PrefillSequence, scores: AttentionScores
 ) -> Tensor:
-    rows = query[sequence.start : sequence.stop].transpose(0, 1).unsqueeze(0)
-    key = key_cache.index_select(0, sequence.blocks).flatten(0, 1)[: sequence.num_keys].transpose(0, 1).unsqueeze(0)
-    value = value_cache.index_select(0, sequence.blocks).flatten(0, 1)[: sequence.num_keys].transpose(0, 1).unsqueeze(0)
-    visible = sequence.visible
-    if scores.slopes is None and scores.softcap is None and scores.sinks is None:
-        attended = functional.scaled_dot_product_attention(
-            rows,
-            key,
-            value,
-            attn_mask=visible,
-            is_causal=visible is None,
-            scale=scores.scale,
-            enable_gqa=rows.shape[1] != key.shape[1],
-        )
-        return attended.squeeze(0).transpose(0, 1)
-    if visible is None:
-        visible = torch.ones(rows.shape[2], key.shape[2], dtype=torch.bool, device=rows.device).tril()
-    mask = visible
-    if scores.slopes is not None:
-        mask = _alibi(visible, scores.slopes[:, None, None], scores.slope_factor, rows.dtype)
-    if scores.softcap is None and scores.sinks is None:
-        attended = functional.scaled_dot_product_attention(
-            rows,
-            key,
-            value,
-            attn_mask=mask,
-            scale=scores.scale,
-            enable_gqa=rows.shape[1] != key.shape[1],
-        )
-    else:
-        group = rows.shape[1] // key.shape[1]
-        key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
-        sinks = None if scores.sinks is None else scores.sinks[:, None, None]
-        attended = _attend_eagerly(rows, key, value, mask, scores, sinks)
-    return attended.squeeze(0).transpose(0, 1)
-
-
-def _alibi(visible: Tensor, slopes: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """The mask with the bias of each key's index added. Shifting all keys of a query alike changes nothing in a
-    softmax, so the index may count from wherever the keys begin; only bfloat16's rounding sees the difference."""
-    bias = slopes * torch.arange(visible.shape[-1], device=visible.device)
-    return torch.where(visible, bias.to(dtype) * factor, -torch.inf)
-
-
-def _attend_eagerly(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: AttentionScores, sinks: Tensor | None
-) -> Tensor:
-    """For what torch's own kernel cannot do; casts where transformers' eager attention does.
-
-    query: [B, H, Q, D]. key, value: [B, H, N, D]. mask: bool, or added. sinks: as far as [B, H, Q, 1] broadcasts.
-    """
-    weights = (query @ key.transpose(-1, -2)) * scores.scale
-    if scores.softcap is not None:
-        weights = torch.tanh(weights / scores.softcap) * scores.softcap
-    weights = weights.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else weights + mask
-    if sinks is not None:
-        weights = torch.cat([weights, sinks.to(weights.dtype).expand(*weights.shape[:-1], 1)], dim=-1)
-    weights = weights.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    return weights[..., : key.shape[-2]] @ value
+    key = key_cache.index_select(0, sequence.blocks).flatten(0, 1)[: sequence.num_keys]
+    value = value_cache.index_select(0, sequence.blocks).flatten(0, 1)[: sequence.num_keys]
+    return attend_sequence(query[sequence.start : sequence.stop], key, value, sequence.visible, scores)

@@ -1,0 +1,71 @@
+"""Keys and values of a step: where they go, and attention over what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from graftlm.kernels import ops
+from graftlm.layers.kv_cache import KVCache
+
+
+class KeyValues(Protocol):
+    """layer: which of the decoder's sets of keys and values. group: of the layers that see equally far back."""
+
+    def write(self, layer: int, group: int, key: Tensor, value: Tensor) -> None:
+        """This step's keys and values, [T, K, D] each."""
+        ...
+
+    def attend(self, layer: int, group: int, query: Tensor, scores: ops.AttentionScores) -> Tensor:
+        """Causal attention of each row over its own sequence. query: [T, H, D] -> [T, H, D]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheGroupBatch:
+    """A step as the layers of one cache group see it.
+
+    slots: [T] int64, where each token's key and value go in the paged cache.
+    attention: how the sequences are attended, planned once for these layers.
+    """
+
+    slots: Tensor
+    attention: ops.AttentionPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedKeyValues:
+    """In the paged cache, beside those of earlier steps. groups: in the decoder's order."""
+
+    cache: KVCache
+    groups: tuple[CacheGroupBatch, ...]
+
+    def write(self, layer: int, group: int, key: Tensor, value: Tensor) -> None:
+        ops.write_kv(key, value, self.cache.key[layer], self.cache.value[layer], self.groups[group].slots)
+
+    def attend(self, layer: int, group: int, query: Tensor, scores: ops.AttentionScores) -> Tensor:
+        key, value = self.cache.key[layer], self.cache.value[layer]
+        return ops.paged_attention(query, key, value, self.groups[group].attention, scores)
+
+
+class PackedKeyValues:
+    """Of whole sequences that begin and end in this step: nothing is cached, and gradients flow.
+
+    Args:
+        lengths: of the sequences, in packed order. windows: of the decoder's groups.
+    """
+
+    def __init__(self, lengths: Sequence[int], windows: Sequence[int | None], device: torch.device) -> None:
+        self._plans = [ops.plan_packed_attention(lengths, window=window, device=device) for window in windows]
+        self._key_values: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, group: int, key: Tensor, value: Tensor) -> None:
+        self._key_values[layer] = key, value
+
+    def attend(self, layer: int, group: int, query: Tensor, scores: ops.AttentionScores) -> Tensor:
+        key, value = self._key_values[layer]
+        return ops.packed_attention(query, key, value, self._plans[group], scores)

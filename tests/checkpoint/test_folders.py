@@ -82,8 +82,8 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "no_family": ({"model_type": None}, "model_type is not supported; got: None"),
     "family_of_another_type": ({"model_type": ["llama"]}, "model_type is not supported"),
     "quick_gelu": ({"hidden_act": "quick_gelu"}, "hidden_act is not supported; got: 'quick_gelu'"),
-    "yarn": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope type.*yarn"),
-    "dynamic_v4": ({"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type.*dynamic"),
+    "cubic": ({"rope_parameters": {"rope_type": "cubic", "rope_theta": 1e4}}, "rope type.*got: 'cubic'.*yarn"),
+    "cubic_v4": ({"rope_parameters": ..., "rope_scaling": {"type": "cubic", "factor": 2.0}}, "rope type.*cubic"),
     "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config is not supported"),
     "uneven_heads": ({"num_key_value_heads": 3}, "not a multiple of the number of key-value heads; got: 4, 3"),
     "no_layers": ({"num_hidden_layers": 0}, "num_hidden_layers is not a positive integer"),
@@ -111,6 +111,18 @@ MALFORMED_ROPE: dict[str, Any] = {
     "linear_with_factor_of_text": {"rope_type": "linear", "rope_theta": 1e4, "factor": "four"},
     "linear_with_factor_zero": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0},
     "llama3_without_its_numbers": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0},
+    "yarn_with_factor_of_text": {"rope_type": "yarn", "factor": "four"},
+    "yarn_with_negative_beta": {"rope_type": "yarn", "factor": 4.0, "beta_fast": -1},
+    "yarn_truncated_by_text": {"rope_type": "yarn", "factor": 4.0, "truncate": "yes"},
+    "dynamic_without_factor": {"rope_type": "dynamic"},
+    "longrope_without_factors": {"rope_type": "longrope", "long_factor": [1.0] * 8},
+    "longrope_with_a_number": {"rope_type": "longrope", "long_factor": 2.0, "short_factor": [1.0] * 8},
+    "longrope_with_too_few": {"rope_type": "longrope", "long_factor": [2.0] * 7, "short_factor": [1.0] * 8},
+    "longrope_with_zero": {"rope_type": "longrope", "long_factor": [2.0] * 7 + [0], "short_factor": [1.0] * 8},
+    "half_a_pair": {"rope_type": "default", "partial_rotary_factor": 0.3125},
+    "more_than_a_head": {"rope_type": "default", "partial_rotary_factor": 2.0},
+    "setting_nobody_knows": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    "one_for_each_layer_type": {"full_attention": {"rope_type": "default"}},
     "theta_of_text": {"rope_type": "default", "rope_theta": "large"},
     "theta_zero": {"rope_type": "default", "rope_theta": 0},
     "text": "linear",
@@ -122,7 +134,7 @@ MALFORMED_ROPE: dict[str, Any] = {
 @pytest.mark.parametrize("rope", MALFORMED_ROPE.values(), ids=MALFORMED_ROPE)
 def test_malformed_rope_settings_are_refused_by_name(rope: Any, base: Path) -> None:
     edit_json(base / "config.json", rope_parameters=rope)
-    refusal(base, "rope")
+    refusal(base, "rope|rotary")
 
 
 def test_config_keys_that_nothing_reads_are_reported(base: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -24,6 +24,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 CONFIGS: dict[str, dict[str, Any]] = {
     "grouped_query": {},
     "tied": {"tied": True},
@@ -36,6 +37,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "odd_sizes": {"hidden_size": 60, "intermediate_size": 77, "num_attention_heads": 6, "num_key_value_heads": 3},
     "llama3_rope": {"rope_parameters": LLAMA3_ROPE},
     "linear_rope": {"rope_parameters": LINEAR_ROPE},
+    "yarn_rope": {"rope_parameters": YARN_ROPE},
     "large_theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
     "small_norm_eps": {"rms_norm_eps": 1e-2},
     "one_layer": {"num_hidden_layers": 1},
@@ -73,7 +75,7 @@ def test_every_llama_config_serves_base_and_adapters_as_peft_does(config: dict[s
     make_world(base).assert_parity(adapters_for(base, tmp_path))
 
 
-@pytest.mark.parametrize("rope", [LLAMA3_ROPE, LINEAR_ROPE], ids=["llama3", "linear"])
+@pytest.mark.parametrize("rope", [LLAMA3_ROPE, LINEAR_ROPE, YARN_ROPE], ids=["llama3", "linear", "yarn"])
 def test_rope_scaling_changes_these_logits_so_that_parity_proves_something(
     rope: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -99,6 +101,7 @@ def to_v4_spelling(folder: Path, scaling: dict[str, Any] | None) -> None:
 V4_SCALINGS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "linear_with_type": {"type": "linear", "factor": 4.0},
+    "yarn_with_type": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "finetuned": True},
     "llama3": {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"},
 }
 

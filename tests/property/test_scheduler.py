@@ -16,6 +16,7 @@ from graftlm.engine.block_pool import BlockPool
 from graftlm.engine.cache_blocks import DROPPED, CacheBlocks, CacheGroup, blocks_for_window
 from graftlm.engine.request import Request
 from graftlm.engine.scheduler import PROMPT_LOGITS_CHUNK, ScheduledSequence, Scheduler, SchedulerOutput
+from graftlm.models.length_regimes import LengthRegimes, Regime
 
 VOCAB = 31
 TOKENS = st.integers(0, VOCAB - 1)
@@ -53,6 +54,11 @@ def solo(request: Request) -> Answer:
     return answer
 
 
+ONE_REGIME = LengthRegimes()
+GROWING = LengthRegimes(sequence_lens=frozenset({3, 9}))
+LONG_PROMPTS = LengthRegimes(prompt_lens=frozenset({4}))
+
+
 class Traffic(RuleBasedStateMachine):
     """Adds, aborts and steps in any order; every step is checked against a simulated cache."""
 
@@ -66,6 +72,7 @@ class Traffic(RuleBasedStateMachine):
         max_num_batched_tokens=st.integers(1, 24) | st.just(16),
         chunk_tokens=st.just(24) | st.integers(1, 9),
         prefix_cache=st.sampled_from([True, True, False]),
+        length_regimes=st.sampled_from([ONE_REGIME, ONE_REGIME, GROWING, LONG_PROMPTS]),
     )
     def build(self, **shape: Any) -> None:
         num_blocks = shape.pop("num_blocks")
@@ -87,7 +94,7 @@ class Traffic(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.computed: dict[str, int] = {}
-        self.cache: dict[tuple[int, int], tuple[str | None, tuple[int, ...]]] = {}
+        self.cache: dict[tuple[int, int], tuple[str | None, Regime, tuple[int, ...]]] = {}
         self.steps_since_arrival = 0
 
     @rule(
@@ -228,7 +235,8 @@ class Traffic(RuleBasedStateMachine):
         computed = self.computed[request.request_id]
         if sequence.start != computed:
             # Just admitted, or again after it was preempted: what the cache has need not be computed.
-            self.totals["preemptions"] += computed > 0
+            reason = "recomputed" if len(known) - 1 in self.shape["length_regimes"].sequence_lens else "preemptions"
+            self.totals[reason] += computed > 0
             self.totals["cached tokens"] += sequence.start
             assert sequence.start == 0 or self.shape["prefix_cache"]
             assert sequence.start % self.block_size == 0
@@ -239,6 +247,8 @@ class Traffic(RuleBasedStateMachine):
         wants_all = request.params.prompt_logprobs is not None and sequence.start < len(request.prompt_token_ids)
         assert sequence.num_logits == (len(sequence.token_ids) if wants_all else int(sequence.stop == len(known)))
         assert not wants_all or sequence.num_logits <= PROMPT_LOGITS_CHUNK
+        lengths = {"prompt_len": len(request.prompt_token_ids), "sequence_len": len(known)}
+        regime = self.shape["length_regimes"].regime(**lengths)
         for group, window in enumerate(self.windows):
             oldest = 0 if window is None else max(sequence.start + 1 - window, 0)
             table = sequence.block_tables[group]
@@ -246,11 +256,11 @@ class Traffic(RuleBasedStateMachine):
                 position: table[position // self.block_size] * self.block_size + position % self.block_size
                 for position in range(oldest, sequence.stop)
             }
-            # A key or value follows from the tokens up to it, and from the adapter.
+            # A key or value follows from the tokens up to it, from the adapter, and from the regime.
             for position in range(sequence.start, sequence.stop):
-                self.cache[group, slots[position]] = (request.adapter_digest, known[: position + 1])
+                self.cache[group, slots[position]] = (request.adapter_digest, regime, known[: position + 1])
             for position, slot in slots.items():
-                assert self.cache[group, slot] == (request.adapter_digest, known[: position + 1])
+                assert self.cache[group, slot] == (request.adapter_digest, regime, known[: position + 1])
             self.totals["blocks dropped"] += table.count(DROPPED)
         self.computed[request.request_id] = sequence.stop
 
@@ -272,6 +282,7 @@ def test_any_traffic_gives_every_request_its_solo_tokens_and_every_block_back() 
     # The run means nothing unless memory was short and clients left.
     assert Traffic.totals["preemptions"] >= 100
     assert Traffic.totals["aborts"] >= 300
+    assert Traffic.totals["recomputed"] >= 50
     assert Traffic.totals["blocks dropped"] >= 1_000
     assert Traffic.totals["cached tokens"] >= 300
 
@@ -332,11 +343,46 @@ def test_r093_a_long_prompt_leaves_a_place_in_every_step_to_those_that_decode() 
     assert steps == 43
 
 
-def make_scheduler(*, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> Scheduler:
+def test_a_request_that_grows_beyond_a_length_is_computed_anew_once() -> None:
+    scheduler = make_scheduler(
+        num_blocks=8,
+        block_size=4,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        length_regimes=LengthRegimes(sequence_lens=frozenset({5})),
+    )
+    scheduler.add(make_request("grows", prompt_len=4, max_tokens=4))
+    scheduler.add(make_request("longer", prompt_len=6, max_tokens=2))
+    computed: list[tuple[str, int, int]] = []
+    while scheduler.has_work:
+        output = scheduler.schedule()
+        computed += [(sequence.request_id, sequence.start, sequence.stop) for sequence in output.sequences]
+        complete = [sequence for sequence in output.sequences if sequence.num_logits]
+        scheduler.update(output, {sequence.request_id: 1 for sequence in complete})
+    grows = [(start, stop) for name, start, stop in computed if name == "grows"]
+    assert grows[:2] == [(0, 4), (4, 5)]
+    assert grows[2][0] == 0
+    assert grows[-2][1] == 6
+    assert grows[-1] == (6, 7)
+    assert [start for name, start, _ in computed if name == "longer"].count(0) == 1
+
+
+def make_scheduler(
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    length_regimes: LengthRegimes = ONE_REGIME,
+) -> Scheduler:
     group = CacheGroup(window=None, pool=BlockPool(num_blocks))
     blocks = CacheBlocks([group], block_size=block_size, chunk_tokens=max_num_batched_tokens)
     return Scheduler(
-        blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, prefix_cache=False
+        blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        prefix_cache=False,
+        length_regimes=length_regimes,
     )
 
 

@@ -7,14 +7,18 @@ from array import array
 
 from graftlm.engine.block_pool import BlockHash
 from graftlm.engine.request import Request
+from graftlm.models.length_regimes import Regime
 
 
-def extend_hashes(request: Request, block_size: int) -> None:
+def extend_hashes(request: Request, block_size: int, regime: Regime) -> None:
     """Bring `request.block_hashes` up to its last full block.
 
     Keys and values follow from the tokens before them and from the adapter that computed them, so each hash covers its
     block's tokens, the hash before it, and the adapter's content digest: never its name, which may come to mean
     another. Up to its invocation an activated LoRA's blocks are those of whoever computes there, usually the base.
+
+    Args:
+        regime: what else the keys follow from, as long as the request stays in it.
     """
     hashes = request.block_hashes
     for index in range(len(hashes), request.num_tokens // block_size):
@@ -22,7 +26,7 @@ def extend_hashes(request: Request, block_size: int) -> None:
         digest = request.dormant_digest if stop <= request.active_from else request.adapter_digest
         # Where in the block the adapter sets in: its rows before that are another's.
         onset = max(request.active_from - start, 0) if stop > request.active_from else 0
-        content = hashlib.blake2b(hashes[-1] if hashes else b"", digest_size=16)
+        content = hashlib.blake2b(hashes[-1] if hashes else repr(regime).encode(), digest_size=16)
         content.update(f"{digest or ''} {onset} ".encode())
         content.update(array("q", request.tokens(start, stop)))
         hashes.append(BlockHash(content.digest()))

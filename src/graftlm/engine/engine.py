@@ -179,6 +179,7 @@ def _core(config: EngineConfig, decoder: Decoder, plan: CachePlan, registry: Ada
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         prefix_cache=config.prefix_cache,
+        length_regimes=decoder.length_regimes,
     )
     return EngineCore(scheduler=scheduler, executor=LocalExecutor(decoder, cache), blocks=blocks, registry=registry)
 

@@ -15,6 +15,7 @@ from graftlm.engine.block_pool import BlockHash, BlockId
 from graftlm.engine.cache_blocks import CacheBlocks
 from graftlm.engine.outputs import FinishReason
 from graftlm.engine.request import Request
+from graftlm.models.length_regimes import LengthRegimes, Regime
 
 # A prompt whose every row needs logits goes in small chunks: 64 rows of a 256k vocabulary are 67 MB in float32.
 PROMPT_LOGITS_CHUNK = 64
@@ -64,6 +65,7 @@ class Scheduler:
             decode one token in every step.
         max_num_batched_tokens: tokens in one step.
         prefix_cache: reuse blocks whose content is known.
+        length_regimes: a request that grows into another regime is computed anew from its first token.
     """
 
     def __init__(
@@ -73,11 +75,13 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         prefix_cache: bool,
+        length_regimes: LengthRegimes,
     ) -> None:
         self._blocks = blocks
         self._prefix_cache = prefix_cache
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._length_regimes = length_regimes
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._requests: dict[str, Request] = {}
@@ -148,7 +152,7 @@ class Scheduler:
             self._advance(request, sequence.stop)
             token_id = sampled.get(sequence.request_id)
             if token_id is not None:
-                request.output_token_ids.append(token_id)
+                self._append(request, token_id)
             elif sequence.request_id in sampled:
                 self.finish(sequence.request_id, "abort", NOT_A_NUMBER)
             elif not self._is_prompt_only(request):
@@ -157,6 +161,16 @@ class Scheduler:
                 self._finish_if_done(request)
             moved.append(request)
         return moved
+
+    def _append(self, request: Request, token_id: int) -> None:
+        regime = self._regime(request)
+        request.output_token_ids.append(token_id)
+        if self._regime(request) != regime:
+            self._start_over(request)
+            request.block_hashes.clear()
+
+    def _regime(self, request: Request) -> Regime:
+        return self._length_regimes.regime(prompt_len=len(request.prompt_token_ids), sequence_len=request.num_tokens)
 
     def _is_prompt_only(self, request: Request) -> bool:
         return request.max_tokens == 0 and request.num_pending_tokens == 0
@@ -203,7 +217,7 @@ class Scheduler:
         whatever the cache has, for its logits, and so is a prompt of which all logits are wanted."""
         if not self._prefix_cache or request.wants_prompt_logits:
             return 0
-        extend_hashes(request, self._blocks.block_size)
+        extend_hashes(request, self._blocks.block_size, self._regime(request))
         usable = (request.num_tokens - 1) // self._blocks.block_size
         return self._blocks.share_prefix(request.block_tables, request.block_hashes[:usable]) * self._blocks.block_size
 
@@ -225,7 +239,7 @@ class Scheduler:
     def _advance(self, request: Request, num_computed: int) -> None:
         """A step has computed a request's tokens up to here."""
         if self._prefix_cache:
-            extend_hashes(request, self._blocks.block_size)
+            extend_hashes(request, self._blocks.block_size, self._regime(request))
             full = (request.num_computed_tokens // self._blocks.block_size, num_computed // self._blocks.block_size)
             self._blocks.record(request.block_tables, request.block_hashes, start=full[0], stop=full[1])
         request.num_computed_tokens = num_computed
@@ -256,9 +270,12 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
+        self._start_over(request)
+        self._waiting.appendleft(request)
+
+    def _start_over(self, request: Request) -> None:
         self._blocks.release(request.block_tables)
         request.num_computed_tokens = 0
-        self._waiting.appendleft(request)
 
     def _fits(self, request: Request) -> bool:
         return self._blocks.fits(

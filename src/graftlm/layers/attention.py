@@ -63,7 +63,7 @@ class Attention:
         key = _normed(key, self._key_norm, segments)
         if self._rotary is not None:
             angles = step.angles[self._rotary]
-            query, key = RotaryEmbedding.rotate(query, angles), RotaryEmbedding.rotate(key, angles)
+            query, key = ops.apply_rotary(query, *angles), ops.apply_rotary(key, *angles)
         step.key_values.write(self._cache_layer, self._cache_group, key, value)
         attended = step.key_values.attend(self._cache_layer, self._cache_group, query, self._scores)
         return self._output(attended.reshape(x.shape[0], -1), segments)

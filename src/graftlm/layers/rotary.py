@@ -1,13 +1,16 @@
-"""Rotary position embedding, per token."""
+"""Rotary position embedding, per token: each is turned by its own position, and nothing depends on its neighbours.
+
+Angles are computed in float32 and cast, as transformers does. attention_factor scales cosines and sines.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from graftlm.kernels import ops
 from graftlm.layers.batch import RaggedBatch
 
 
@@ -18,25 +21,66 @@ class Angles(NamedTuple):
     sin: Tensor
 
 
-class RotaryEmbedding:
-    """Angles of a set of frequencies. Each token is turned by its own position; nothing depends on the batch.
+class RotaryEmbedding(Protocol):
+    """Angles of a batch's tokens."""
 
-    inverse_frequencies: [R/2] float32. attention_factor scales cos and sin (YaRN-style temperature; 1 for most).
-    """
+    def angles(self, batch: RaggedBatch, dtype: torch.dtype) -> Angles: ...
 
-    def __init__(self, inverse_frequencies: Tensor, attention_factor: float = 1.0) -> None:
-        self._inverse_frequencies = inverse_frequencies
-        self._attention_factor = attention_factor
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FixedRotary:
+    """One set of frequencies. inverse_frequencies: [R/2] float32, radians per position."""
+
+    inverse_frequencies: Tensor
+    attention_factor: float = 1.0
 
     def angles(self, batch: RaggedBatch, dtype: torch.dtype) -> Angles:
-        """Computed in float32 and cast, as transformers does."""
-        phases = batch.positions.to(torch.float32)[:, None, None] * self._inverse_frequencies
-        cos, sin = phases.cos(), phases.sin()
-        if self._attention_factor != 1.0:
-            cos, sin = cos * self._attention_factor, sin * self._attention_factor
-        return Angles(cos.to(dtype), sin.to(dtype))
+        return _angles(batch.positions, self.inverse_frequencies, self.attention_factor, dtype)
 
-    @staticmethod
-    def rotate(x: Tensor, angles: Angles) -> Tensor:
-        """x: [T, H, D] turned by the angles of its tokens."""
-        return ops.apply_rotary(x, *angles)
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DynamicRotary:
+    """Theta that grows with the length at which a token was computed (dynamic NTK).
+
+    Semantics: L = max(prompt length, position + 1, context); theta' = theta * (factor * L / context - factor + 1) **
+    (R / (R - 2)); frequencies theta' ** -exponents.
+    exponents: [R/2] float32.
+    Source: transformers/modeling_rope_utils.py, one sequence at a time.
+    """
+
+    theta: float
+    exponents: Tensor
+    factor: float
+    context: int
+
+    def angles(self, batch: RaggedBatch, dtype: torch.dtype) -> Angles:
+        lens = torch.maximum(batch.prompt_lens, batch.positions + 1).clamp(min=self.context)
+        dims = 2 * len(self.exponents)
+        stretch = self.factor * lens.to(torch.float32) / self.context - (self.factor - 1)
+        thetas = self.theta * stretch ** (dims / (dims - 2))
+        return _angles(batch.positions, 1.0 / thetas[:, None, None] ** self.exponents, 1.0, dtype)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LongRotary:
+    """One set of frequencies for sequences of up to `context` tokens, another for longer ones.
+
+    short, long: [R/2] float32.
+    """
+
+    short: Tensor
+    long: Tensor
+    context: int
+    attention_factor: float = 1.0
+
+    def angles(self, batch: RaggedBatch, dtype: torch.dtype) -> Angles:
+        is_long = (batch.sequence_lens > self.context)[:, None, None]
+        return _angles(batch.positions, torch.where(is_long, self.long, self.short), self.attention_factor, dtype)
+
+
+def _angles(positions: Tensor, inverse_frequencies: Tensor, attention_factor: float, dtype: torch.dtype) -> Angles:
+    phases = positions.to(torch.float32)[:, None, None] * inverse_frequencies
+    cos, sin = phases.cos(), phases.sin()
+    if attention_factor != 1.0:
+        cos, sin = cos * attention_factor, sin * attention_factor
+    return Angles(cos.to(dtype), sin.to(dtype))

@@ -24,8 +24,9 @@ from graftlm.models.decoder import Decoder
 from graftlm.models.layout import LayerLayout, LinearLayout, ModuleLayout, NormLayout, lay_out
 from graftlm.models.read import read_spec
 from graftlm.models.rope import rotary_embedding
+from graftlm.models.rope_spec import RopeSpec
 from graftlm.models.site import map_sites
-from graftlm.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NameMap, RopeSpec
+from graftlm.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NameMap
 from graftlm.models.tensors import NamedTensors, check_tensors, expected_shapes, has_tied_head
 from graftlm.quantization import DenseWeight, Weight
 
@@ -85,6 +86,7 @@ class _Builder:
             norms=self._norms,
             kv_shapes=self._kv_shapes,
             windows=self._windows,
+            length_regimes=spec.length_regimes,
             sites=map_sites(spec, self._names),
             vocab_size=spec.vocab_size,
             max_position_embeddings=spec.max_position_embeddings,

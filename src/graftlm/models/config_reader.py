@@ -110,6 +110,27 @@ class ConfigReader:
             raise CheckpointError(f"config.json: {self._prefix}{key} is not a positive number", got=repr(value))
         return float(value)
 
+    def number_or_zero(self, key: str) -> float:
+        """A number that is not negative; 0 when the key is absent or null.
+
+        Raises:
+            CheckpointError: something else.
+        """
+        return self.number(key) if self.get(key, 0) != 0 else 0.0
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of positive numbers.
+
+        Raises:
+            CheckpointError: absent, or something else.
+        """
+        values = self.get(key)
+        if not isinstance(values, list) or not all(type(value) in (int, float) and value > 0 for value in values):
+            raise CheckpointError(
+                f"config.json: {self._prefix}{key} is not a list of positive numbers", got=repr(values)[:100]
+            )
+        return tuple(float(value) for value in values)
+
     def section(self, key: str) -> ConfigReader:
         """A nested object; empty when the key is absent or null.
 
@@ -162,6 +183,18 @@ class ConfigReader:
     def ignore(self, *keys: str) -> None:
         """Count keys as read that change nothing in this family, whatever their values."""
         self._read.update(keys)
+
+    def refuse_unread(self) -> None:
+        """Every key with a value must have been read.
+
+        Raises:
+            CheckpointError: names those that were not.
+        """
+        if unread := self.unread():
+            keys = ", ".join(f"{self._prefix}{key}" for key in unread)
+            raise CheckpointError(
+                "config.json has settings Graft does not know, which may change what the model computes", got=keys
+            )
 
     def unread(self) -> list[str]:
         """Keys with a meaningful value that nothing asked for."""

@@ -18,6 +18,7 @@ from graftlm.layers.norm import Norm
 from graftlm.layers.patch import Segment, Slot
 from graftlm.layers.rotary import RotaryEmbedding
 from graftlm.layers.step import DecoderStep
+from graftlm.models.length_regimes import LengthRegimes
 from graftlm.models.site import SiteMap
 
 
@@ -26,6 +27,7 @@ class Decoder:
 
     linears, norms: the layers by the slot adapters know them under. sites: where adapters can attach.
     kv_shapes: what each layer of the cache holds. windows: how far back each cache group sees; None for all the way.
+    length_regimes: lengths that change how a sequence is computed.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Decoder:
         norms: Mapping[Slot, Norm],
         kv_shapes: Sequence[KVShape],
         windows: Sequence[int | None],
+        length_regimes: LengthRegimes,
         sites: SiteMap,
         vocab_size: int,
         max_position_embeddings: int,
@@ -57,6 +60,7 @@ class Decoder:
         self.norms = norms
         self.kv_shapes = tuple(kv_shapes)
         self.windows = tuple(windows)
+        self.length_regimes = length_regimes
         self.sites = sites
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings

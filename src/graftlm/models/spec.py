@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from graftlm.errors import CheckpointError
+from graftlm.models.length_regimes import LengthRegimes
+from graftlm.models.rope_spec import RopeSpec
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 # Linear layers of a decoder layer; "qkv" and "gate_up" may hold several modules of the checkpoint, stacked.
@@ -31,24 +33,6 @@ class NormSpec:
     bias: bool = False
     offset: float = 0.0
     float32_product: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeSpec:
-    """Rotary frequencies: theta over `dims` dimensions, scaled by one of the known rules.
-
-    kind: "default"; "linear" divides all frequencies by `factor`; "llama3" stretches the low ones (Llama 3.1's rule);
-    "frequency_factors" divides each by its own factor (as GGUF stores Llama 3's).
-    """
-
-    theta: float
-    dims: int
-    kind: Literal["default", "linear", "llama3", "frequency_factors"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    frequency_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +144,12 @@ class ModelSpec:
     final_norm: NormSpec | None
     head: HeadSpec
     embedding: EmbeddingSpec = field(default_factory=EmbeddingSpec)
+
+    @property
+    def length_regimes(self) -> LengthRegimes:
+        """Lengths that change how a sequence is computed."""
+        ropes = [layer.attention.rope for layer in self.layers if layer.attention.rope is not None]
+        return LengthRegimes.union(rope.length_regimes for rope in ropes)
 
     @property
     def embedding_size(self) -> int:

@@ -46,12 +46,14 @@ def read_attention(
     output_bias: bool = False,
     head_dim: int | None = None,
     rope_theta: float = 10_000.0,
+    rope_types: Mapping[str, str] | None = None,
 ) -> AttentionSpec:
     """Attention over all tokens, with rotary positions.
 
     Args:
         head_dim: what counts when the config does not say; None for the hidden size over the number of heads.
         rope_theta: the same for theta.
+        rope_types: what the family's old files call rope types.
 
     Raises:
         CheckpointError: a size is missing, or the heads do not divide the hidden size.
@@ -65,7 +67,7 @@ def read_attention(
         scale=head_dim**-0.5,
         qkv_bias=qkv_bias,
         output_bias=output_bias,
-        rope=read_rope(config, head_dim, default_theta=rope_theta),
+        rope=read_rope(config, head_dim, default_theta=rope_theta, renamed_types=rope_types),
     )
 
 
@@ -99,7 +101,9 @@ def read_model(
     return ModelSpec(
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
-        max_position_embeddings=config.integer("max_position_embeddings", max_position_embeddings),
+        max_position_embeddings=_context_length(
+            layers, config.integer("max_position_embeddings", max_position_embeddings)
+        ),
         layers=tuple(layers),
         final_norm=norm,
         head=HeadSpec(tied=config.flag("tie_word_embeddings", tied_head)),
@@ -110,3 +114,8 @@ def _read_head_dim(config: ConfigReader, default: int | None) -> int:
     if default is None and config.get("head_dim") is None:
         return config.quotient("hidden_size", "num_attention_heads")
     return config.integer("head_dim", default)
+
+
+def _context_length(layers: Sequence[LayerSpec], max_position_embeddings: int) -> int:
+    ropes = [layer.attention.rope for layer in layers if layer.attention.rope is not None]
+    return min((rope.context_length(max_position_embeddings) for rope in ropes), default=max_position_embeddings)

@@ -21,7 +21,8 @@ def spec(config: ConfigReader) -> ModelSpec:
         config.require(key, (None, False))
     for key in ("full_attn_mod", "interpolate_factor"):
         config.require(key, (None, 1))
-    attention = replace(llama_like.read_attention(config), window=config.integer_or_null("sliding_window", None))
+    attention = llama_like.read_attention(config, rope_types={"su": "longrope", "yarn": "longrope"})
+    attention = replace(attention, window=config.integer_or_null("sliding_window", None))
     norm = NormSpec(eps=config.number("rms_norm_eps", 1e-5))
     layer = llama_like.pre_norm_layer(attention, llama_like.read_mlp(config), norm)
     layers = (layer,) * config.integer("num_hidden_layers")

@@ -42,7 +42,8 @@ SMALL_OPT = {
 PLAIN = {key: SMALL[key] for key in (*VOCABULARY, "hidden_size", "initializer_range")}
 NEOX_PROJECTIONS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 PHI_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2")
-SPLIT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+SPLIT_PROJECTIONS = (*ATTENTION_PROJECTIONS, "gate_proj", "up_proj", "down_proj")
 FUSED_PROJECTIONS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 GPT_PROJECTIONS = ("c_attn", "c_proj", "c_fc")
 OPT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
@@ -224,5 +225,10 @@ FAMILY_CASES: dict[str, FamilyCase] = {
             "sliding_window": 24,
             "tie_word_embeddings": True,
         },
+    ),
+    "mixtral": FamilyCase(
+        config_class="MixtralConfig",
+        settings={**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+        targets=ATTENTION_PROJECTIONS,
     ),
 }

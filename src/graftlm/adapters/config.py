@@ -6,6 +6,7 @@ Source of meanings and defaults: peft/tuners/lora/config.py (0.21).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from graftlm.adapters.config_values import (
     shown,
 )
 from graftlm.adapters.target_config import LAYER_FIELDS, ConfigFields, TargetConfig, parse_target_config
-from graftlm.errors import AdapterUnsupported
+from graftlm.errors import AdapterCorrupt, AdapterUnsupported
 
 FIELDS = ConfigFields(
     read=LAYER_FIELDS
@@ -36,6 +37,7 @@ FIELDS = ConfigFields(
         "lora_bias",
         "r",
         "rank_pattern",
+        "target_parameters",
         "trainable_token_indices",
         "use_bdlora",
         "use_dora",
@@ -62,7 +64,6 @@ FIELDS = ConfigFields(
     refused={
         "arrow_config": "it routes tokens among several adapters",
         "layer_replication": "it needs another stack of layers than the base's",
-        "target_parameters": "it adapts the parameters of expert layers",
     },
 )
 # What loading does to the base. Everything that is not here is refused, with the reason in REFUSED_INITIALISATIONS.
@@ -78,6 +79,8 @@ REFUSED_INITIALISATIONS = {
 class LoraConfig(TargetConfig):
     """What decides the arithmetic of a LoRA adapter. Patterns keep the file's order: the first match wins.
 
+    target_parameters: ends of the names of parameters that are adapted like linear layers' weights.
+    peft_version: which wrote the file, such as (0, 21, 2); zeros for those that did not say (up to 0.17).
     token_indices: module name -> rows it has of its own; the name "" stands for the input embedding.
     invocation_token_ids: of an activated LoRA (arXiv 2504.12397); empty for all others.
     """
@@ -91,6 +94,8 @@ class LoraConfig(TargetConfig):
     use_lora_bias: bool
     initialisation: Literal["plain", "pissa", "olora", "kasa"]
     is_block_diagonal: bool
+    target_parameters: tuple[str, ...]
+    peft_version: tuple[int, int, int]
     token_indices: Mapping[str, tuple[int, ...]]
     invocation_token_ids: tuple[int, ...]
 
@@ -125,6 +130,8 @@ def parse_lora_config(raw: Mapping[str, Any]) -> LoraConfig:
         use_lora_bias=read_flag("lora_bias", raw.get("lora_bias")),
         initialisation="kasa" if raw.get("kasa_config") else _initialisation(raw.get("init_lora_weights")),
         is_block_diagonal=bool(raw.get("use_bdlora")),
+        target_parameters=_target_parameters(raw.get("target_parameters")),
+        peft_version=_peft_version(raw.get("peft_version")),
         token_indices=_token_indices(raw.get("trainable_token_indices")),
         invocation_token_ids=invocation_token_ids,
         rank_pattern=read_ranks(raw, "rank_pattern"),
@@ -145,6 +152,21 @@ def _initialisation(value: object) -> Literal["plain", "pissa", "olora"]:
         got=shown(value),
         do="save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA",
     )
+
+
+def _target_parameters(value: object) -> tuple[str, ...]:
+    names: object = [] if value is None else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise AdapterCorrupt(
+            "adapter_config.json: target_parameters is not a list of strings", got=shown(value), allowed="a list"
+        )
+    return tuple(names)
+
+
+def _peft_version(value: object) -> tuple[int, int, int]:
+    """Of "0.19.1", "0.19.2.dev0" or "0.19.2.dev0@1a2b3c"."""
+    match = re.match(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})", value) if isinstance(value, str) else None
+    return (0, 0, 0) if match is None else (int(match[1]), int(match[2]), int(match[3]))
 
 
 def _token_indices(value: object) -> dict[str, tuple[int, ...]]:

@@ -51,7 +51,7 @@ def load_adapter(
     files = read_adapter_files(source, max_bytes=max_bytes, allow_pickle=allow_pickle)
     compile_method = find_method(files.config.get("peft_type"))
     _check_values(files.tensors)
-    tensors = ModuleTensors(files.tensors, base.sites.module_paths)
+    tensors = ModuleTensors(files.tensors, base.sites.known_paths, base.sites.renames)
     with torch.inference_mode():
         compiled = compile_method(files.config, tensors, base)
         tensors.check_all_taken()

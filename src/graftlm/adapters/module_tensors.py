@@ -8,7 +8,7 @@ left at the end refuses the adapter.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -35,21 +35,27 @@ class ModuleTensors:
     """Tensors to be taken one by one.
 
     Args:
-        tensors: the file's names. module_paths: all modules of the base.
+        tensors: the file's names. module_paths: all modules of the base. renames: (pattern, replacement) from names of
+            old to these.
 
     Raises:
         AdapterIncompatible: names that no module of the base answers to.
         AdapterCorrupt: two names mean the same tensor, or there are none.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], module_paths: Collection[str]) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        module_paths: Collection[str],
+        renames: Sequence[tuple[str, str]] = (),
+    ) -> None:
         if not tensors:
             raise AdapterCorrupt("the adapter's weights file holds no tensors")
         self.total = len(tensors)
         self._left: dict[str, dict[str, tuple[str, Tensor]]] = {}
         homeless = []
         for name in sorted(tensors):
-            located = locate(name, module_paths)
+            located = locate(name, module_paths, renames)
             if located is None:
                 homeless.append(name)
                 continue
@@ -104,7 +110,7 @@ class ModuleTensors:
             )
 
 
-def locate(name: str, module_paths: Collection[str]) -> tuple[str, str] | None:
+def locate(name: str, module_paths: Collection[str], renames: Sequence[tuple[str, str]] = ()) -> tuple[str, str] | None:
     """Module of the base and role of a tensor; None when the name cannot be traced to one module."""
     segments = [segment for segment in name.split(".") if segment not in WRAPPERS]
     path = ".".join(segments)
@@ -115,6 +121,8 @@ def locate(name: str, module_paths: Collection[str]) -> tuple[str, str] | None:
         return WHOLE_MODEL, bare
     without_language_model = path.replace("language_model.", "")
     spellings = {path, f"model.{path}", without_language_model, f"model.{without_language_model}", f"model.{bare}"}
+    for old, new in renames:
+        spellings |= {re.sub(old, new, spelling) for spelling in spellings}
     found = {split for spelling in spellings if (split := _split(spelling, module_paths)) is not None}
     if len(found) != 1:
         return None

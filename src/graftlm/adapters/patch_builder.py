@@ -66,7 +66,9 @@ class PatchBuilder:
     @property
     def modules(self) -> tuple[BoundModule, ...]:
         """What has been changed so far, in model order."""
-        order = {path: index for index, path in enumerate((*self._base.sites.linears, *self._base.sites.norms))}
+        sites = self._base.sites
+        order = {path: index for index, path in enumerate((*sites.matrices, *sites.norms))}
+        order |= {path: order[stack.experts[0]] for path, stack in sites.expert_stacks.items()}
         return tuple(sorted(self._modules.values(), key=lambda module: order.get(module.path, -1)))
 
     def describe(self, path: str, change: str, *, rank: int | None = None, scaling: float | None = None) -> None:
@@ -125,7 +127,7 @@ class PatchBuilder:
     def build(self) -> ModelPatch:
         head_path = self._base.sites.head_path
         by_slot: dict[Slot, list[tuple[LinearSite, _LinearChanges]]] = defaultdict(list)
-        for path, site in self._base.sites.linears.items():
+        for path, site in self._base.sites.matrices.items():
             if path in self._linears and path != head_path:
                 by_slot[site.slot].append((site, self._linears[path]))
         embedding = self._embedding

@@ -5,6 +5,7 @@ Source: peft/tuners/tuners_utils.py, check_target_module_exists (0.21).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -18,13 +19,15 @@ def select_targets(config: TargetConfig, sites: SiteMap, adaptable: Collection[s
     """Paths of the modules the config targets.
 
     Args:
-        adaptable: the modules that the method is defined for.
+        adaptable: the modules that the method is defined for; among them, experts' modules that only older files name.
 
     Raises:
         AdapterUnsupported: it also targets others, as PEFT refuses to.
     """
-    selected = frozenset(path for path in sites.module_paths if _is_target(config, path, sites))
-    unsupported = sorted(selected - set(adaptable))
+    config = _with_present_names(config, sites)
+    adaptable = frozenset(adaptable)
+    selected = frozenset(path for path in sites.module_paths | adaptable if _is_target(config, path, sites, adaptable))
+    unsupported = sorted(selected - adaptable)
     if unsupported:
         raise AdapterUnsupported(
             f"target_modules names modules that this method cannot adapt: {', '.join(unsupported[:5])}"
@@ -77,7 +80,17 @@ def is_saved(config: TargetConfig, path: str) -> bool:
     return any(holder.endswith(name) for name in config.modules_to_save for holder in holders)
 
 
-def _is_target(config: TargetConfig, path: str, sites: SiteMap) -> bool:
+def _with_present_names(config: TargetConfig, sites: SiteMap) -> TargetConfig:
+    """Lists of names with the modules' present names in place of older ones."""
+    names = config.target_modules
+    if names is None or isinstance(names, str):
+        return config
+    for pattern, replacement in sites.renames:
+        names = tuple(re.sub(pattern, replacement, name) for name in names)
+    return replace(config, target_modules=names)
+
+
+def _is_target(config: TargetConfig, path: str, sites: SiteMap, adaptable: Collection[str]) -> bool:
     targets = config.target_modules
     if any(path == name or f".{path}.".find(f".{name}.") >= 0 for name in config.modules_to_save):
         return False
@@ -86,7 +99,8 @@ def _is_target(config: TargetConfig, path: str, sites: SiteMap) -> bool:
     if targets is None:
         targets = sites.default_targets
     if isinstance(targets, str) and targets.lower() == "all-linear":
-        return path in sites.linears and path != sites.head_path
+        is_linear = path in sites.linears or (path in sites.matrices and path in adaptable)
+        return is_linear and path != sites.head_path
     if not _names(targets, path):
         return False
     if path in targets or not config.layers_to_transform:

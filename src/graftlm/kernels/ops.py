@@ -1,7 +1,7 @@
 """The operations the layers call. One back-end exists today, the reference in plain torch; a second one brings the
 registry that chooses between them. Knows tensors and shapes; knows nothing of models, adapters or requests."""
 
-from graftlm.kernels.reference.activation import Activation, activate, gated_activation
+from graftlm.kernels.reference.activation import Activation, activate, clamped_swiglu, gated_activation
 from graftlm.kernels.reference.attention import AttentionPlan, paged_attention, plan_attention
 from graftlm.kernels.reference.attention_scores import AttentionScores
 from graftlm.kernels.reference.kv_write import write_kv
@@ -9,6 +9,7 @@ from graftlm.kernels.reference.lora import LoraExpand, LoraSegment, LoraUpdate, 
 from graftlm.kernels.reference.norm import layer_norm, rms_norm
 from graftlm.kernels.reference.packed_attention import PackedAttentionPlan, packed_attention, plan_packed_attention
 from graftlm.kernels.reference.rotary import apply_rotary
+from graftlm.kernels.reference.routing import route
 
 __all__ = [
     "Activation",
@@ -20,6 +21,7 @@ __all__ = [
     "PackedAttentionPlan",
     "activate",
     "apply_rotary",
+    "clamped_swiglu",
     "gated_activation",
     "layer_norm",
     "lora",
@@ -28,5 +30,6 @@ __all__ = [
     "plan_attention",
     "plan_packed_attention",
     "rms_norm",
+    "route",
     "write_kv",
 ]

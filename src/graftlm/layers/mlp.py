@@ -42,3 +42,17 @@ class GatedMLP:
 
     def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
         return self._down(ops.gated_activation(self._gate_up(x, segments), self._activation), segments)
+
+
+class ClampedMLP:
+    """down(clamped_swiglu(gate_up(x))); gate and up are one fused projection, in alternate columns."""
+
+    def __init__(self, *, gate_up: Linear, down: Linear, alpha: float, limit: float) -> None:
+        self._gate_up = gate_up
+        self._down = down
+        self._alpha = alpha
+        self._limit = limit
+
+    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+        gated = ops.clamped_swiglu(self._gate_up(x, segments), alpha=self._alpha, limit=self._limit)
+        return self._down(gated, segments)

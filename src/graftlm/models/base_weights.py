@@ -50,13 +50,13 @@ class DecoderWeights:
         self._decoder = decoder
 
     def linear(self, path: str) -> Weight:
-        site = self.sites.linears[path]
+        site = self.sites.matrices[path]
         if site.slot == HEAD_SLOT:
             return self._decoder.head.weight
         return self._decoder.linears[site.slot].weight.part(site.start, site.stop)
 
     def bias(self, path: str) -> Tensor | None:
-        site = self.sites.linears[path]
+        site = self.sites.matrices[path]
         layer = self._decoder.head if site.slot == HEAD_SLOT else self._decoder.linears[site.slot]
         return None if layer.bias is None else layer.bias[site.start : site.stop]
 
@@ -84,7 +84,7 @@ class CheckpointWeights:
         if path == self.sites.head_path and self.sites.tied_head:
             return DenseWeight(self.embedding())
         matrix = self._read(f"{path}.weight")
-        return DenseWeight(matrix.t() if self.sites.linears[path].transposed else matrix)
+        return DenseWeight(matrix.t() if self.sites.matrices[path].transposed else matrix)
 
     def bias(self, path: str) -> Tensor | None:
         return self._optional(f"{path}.bias")

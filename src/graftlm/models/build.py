@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from graftlm.layers.embedding import Embedding, InputEmbedding
 from graftlm.layers.head import OutputHead
 from graftlm.layers.kv_cache import KVShape
 from graftlm.layers.linear import Linear
-from graftlm.layers.mlp import MLP, FeedForward, GatedMLP
+from graftlm.layers.mlp import MLP, ClampedMLP, FeedForward, GatedMLP
+from graftlm.layers.moe import Expert, GatedSharedExpert, MixtureOfExperts
 from graftlm.layers.norm import LayerNorm, Norm, RMSNorm
 from graftlm.layers.patch import Slot
 from graftlm.layers.rotary import RotaryEmbedding
@@ -26,7 +28,7 @@ from graftlm.models.read import read_spec
 from graftlm.models.rope import rotary_embedding
 from graftlm.models.rope_spec import RopeSpec
 from graftlm.models.site import map_sites
-from graftlm.models.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NameMap
+from graftlm.models.spec import AttentionSpec, ClampedSwiGLU, LayerSpec, MLPSpec, ModelSpec, MoESpec, NameMap
 from graftlm.models.tensors import NamedTensors, check_tensors, expected_shapes, has_tied_head
 from graftlm.quantization import DenseWeight, Weight
 
@@ -110,7 +112,7 @@ class _Builder:
     def _block(self, spec: LayerSpec, layout: LayerLayout) -> Block:
         norms = {role: self._norm(norm) for role, norm in layout.norms.items()}
         attention = self._attention(spec.attention, layout, norms.get("query"), norms.get("key"))
-        mlp = self._mlp(spec.mlp, layout)
+        mlp = self._experts(spec.mlp, layout) if isinstance(spec.mlp, MoESpec) else self._mlp(spec.mlp, layout)
         if spec.wiring == "parallel":
             return ParallelBlock(
                 attention=attention,
@@ -146,6 +148,8 @@ class _Builder:
         if spec.alibi is not None:
             slopes = torch.tensor(spec.alibi.slopes, dtype=SLOPE_DTYPES[spec.alibi.dtype], device=self._device)
             scores = replace(scores, slopes=slopes, slope_factor=spec.alibi.factor)
+        if spec.sinks:
+            scores = replace(scores, sinks=self._read(layout.parameters["sinks"].name))
         return Attention(
             qkv=self._linear(layout.linears["qkv"]),
             output=self._linear(layout.linears["output"]),
@@ -162,11 +166,36 @@ class _Builder:
         )
 
     def _mlp(self, spec: MLPSpec, layout: LayerLayout) -> FeedForward:
+        if spec.gated or isinstance(spec.activation, ClampedSwiGLU):
+            return self._gated_mlp(spec, layout.linears["gate_up"], layout.linears["down"])
         down = self._linear(layout.linears["down"])
-        if spec.gated:
-            gate_up = self._linear(layout.linears["gate_up"])
-            return GatedMLP(gate_up=gate_up, down=down, activation=spec.activation)
         return MLP(up=self._linear(layout.linears["up"]), down=down, activation=spec.activation)
+
+    def _gated_mlp(self, spec: MLPSpec, gate_up_layout: LinearLayout, down_layout: LinearLayout) -> FeedForward:
+        gate_up, down = self._linear(gate_up_layout), self._linear(down_layout)
+        if isinstance(spec.activation, ClampedSwiGLU):
+            alpha, limit = spec.activation.alpha, spec.activation.limit
+            return ClampedMLP(gate_up=gate_up, down=down, alpha=alpha, limit=limit)
+        return GatedMLP(gate_up=gate_up, down=down, activation=spec.activation)
+
+    def _experts(self, spec: MoESpec, layout: LayerLayout) -> FeedForward:
+        shared = None
+        if spec.shared is not None:
+            mlp = self._gated_mlp(spec.shared, layout.linears["shared_gate_up"], layout.linears["shared_down"])
+            shared = GatedSharedExpert(gate=self._linear(layout.linears["shared_expert_gate"]), mlp=mlp)
+        return MixtureOfExperts(
+            router=self._linear(layout.linears["router"]),
+            experts=[
+                Expert(
+                    mlp=self._gated_mlp(spec.expert, expert["gate_up"], expert["down"]),
+                    slots=tuple(linear.slot for linear in expert.values()),
+                )
+                for expert in layout.experts
+            ],
+            experts_per_token=spec.experts_per_token,
+            renormalise=spec.renormalise,
+            shared=shared,
+        )
 
     def _rotary_embedding(self, spec: RopeSpec) -> RotaryEmbedding:
         if spec not in self._rotary:
@@ -202,12 +231,16 @@ class _Builder:
     def _bias(self, layout: LinearLayout) -> Tensor | None:
         return self._stack(layout.modules, (), "bias") if layout.bias else None
 
-    def _stack(self, modules: Sequence[ModuleLayout], row_shape: tuple[int, ...], tensor: str) -> Tensor:
+    def _stack(
+        self, modules: Sequence[ModuleLayout], row_shape: tuple[int, ...], kind: Literal["weight", "bias"]
+    ) -> Tensor:
         """Tensors one under the other, copied out of the file: a file that is later truncated cannot hurt."""
         stacked = self._empty((sum(module.rows for module in modules), *row_shape))
         start = 0
         for module in modules:
-            stored = self._tensors.read(f"{module.path}.{tensor}")
+            stored = self._tensors.read(module.tensor(kind))
+            if module.stack is not None:
+                stored = stored[module.stack.index]
             stacked[start : start + module.rows].copy_(stored.t() if module.transposed else stored)
             start += module.rows
         return stacked

@@ -5,11 +5,24 @@ The tensors a checkpoint must have, the places adapters can attach to, and the l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from graftlm.layers.patch import Slot
-from graftlm.models.spec import LayerSpec, LinearRole, ModelSpec, NameMap, NormRole, NormSpec
+from graftlm.models.spec import (
+    ExpertNames,
+    ExpertRole,
+    LayerSpec,
+    LinearRole,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    NameMap,
+    NormRole,
+    NormSpec,
+    ParameterRole,
+)
 
 HEAD_SLOT = Slot("head")
 FINAL_NORM_SLOT = Slot("final_norm")
@@ -19,12 +32,35 @@ PROJECT_OUT_SLOT = Slot("project_out")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A parameter that stacks the matrices of `count` modules, which then have no tensors of their own; a module's is
+    number `index`. Their biases are stacked in "<name>_bias"."""
+
+    name: str
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModuleLayout:
     """A linear module of the checkpoint, which holds `rows` output rows of a layer. transposed: stored [in, out]."""
 
     path: str
     rows: int
     transposed: bool = False
+    stack: Stack | None = None
+
+    def tensor(self, kind: Literal["weight", "bias"]) -> str:
+        """Name of the tensor that is, or holds, the module's weight or bias."""
+        if self.stack is None:
+            return f"{self.path}.{kind}"
+        return self.stack.name if kind == "weight" else f"{self.stack.name}_bias"
+
+    def stored_shape(self, *shape: int) -> tuple[int, ...]:
+        """Shape of the tensor that holds the module's weight, [rows, in], or bias, [rows]."""
+        if self.transposed:
+            shape = shape[::-1]
+        return shape if self.stack is None else (self.stack.count, *shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +82,35 @@ class NormLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterLayout:
+    """A tensor that is no module's weight or bias."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertStackLayout:
+    """The parameter `name` of the module `module`, as PEFT sees it: the matrices of these layers, one per expert.
+
+    transposed: they are stacked as [in, out].
+    """
+
+    name: str
+    module: str
+    layers: tuple[LinearLayout, ...]
+    transposed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerLayout:
+    """experts: the linear layers of each. expert_stacks: what they are in memory, in the order of registration."""
+
     linears: Mapping[LinearRole, LinearLayout]
     norms: Mapping[NormRole, NormLayout]
+    parameters: Mapping[ParameterRole, ParameterLayout] = field(default_factory=dict)
+    experts: tuple[Mapping[ExpertRole, LinearLayout], ...] = ()
+    expert_stacks: tuple[ExpertStackLayout, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +132,8 @@ class ModelLayout:
             yield self.project_in
         for layer in self.layers:
             yield from layer.linears.values()
+            for expert in layer.experts:
+                yield from expert.values()
         if self.project_out is not None:
             yield self.project_out
 
@@ -104,18 +168,17 @@ def lay_out(spec: ModelSpec, names: NameMap) -> ModelLayout:
 
 
 def _layer(index: int, layer: LayerSpec, spec: ModelSpec, names: NameMap) -> LayerLayout:
-    linears = {}
-    for role, (in_features, rows, bias) in _linear_sizes(layer, spec.hidden_size).items():
-        paths = [template.format(index) for template in names.linears[role]]
-        # One module on disk may hold what others keep apart.
-        rows = rows if len(paths) == len(rows) else (sum(rows),)
-        modules = [
-            ModuleLayout(path=path, rows=count, transposed=role in names.conv1d)
-            for path, count in zip(paths, rows, strict=True)
-        ]
-        linears[role] = LinearLayout(
-            slot=_layer_slot(index, role), modules=tuple(modules), in_features=in_features, bias=bias
+    linears = {
+        role: LinearLayout(
+            slot=_layer_slot(index, role),
+            modules=_modules(
+                [template.format(index) for template in names.linears[role]], size, transposed=role in names.conv1d
+            ),
+            in_features=size.in_features,
+            bias=size.bias,
         )
+        for role, size in _linear_sizes(layer, spec.hidden_size).items()
+    }
     norms = {
         role: NormLayout(
             slot=_layer_slot(index, f"{role}_norm"),
@@ -125,24 +188,102 @@ def _layer(index: int, layer: LayerSpec, spec: ModelSpec, names: NameMap) -> Lay
         )
         for role, norm in layer.norms.items()
     }
-    return LayerLayout(linears=linears, norms=norms)
+    parameters: dict[ParameterRole, ParameterLayout] = {}
+    if layer.attention.sinks:
+        name = names.parameters["sinks"].format(index)
+        parameters["sinks"] = ParameterLayout(name=name, shape=(layer.attention.num_heads,))
+    if not isinstance(layer.mlp, MoESpec) or names.experts is None:
+        return LayerLayout(linears=linears, norms=norms, parameters=parameters)
+    experts = tuple(
+        _expert(index, layer.mlp, expert, spec.hidden_size, names.experts) for expert in range(layer.mlp.num_experts)
+    )
+    stacks = [
+        ExpertStackLayout(
+            name=name.format(index),
+            module=name.format(index).rpartition(".")[0],
+            layers=tuple(expert[role] for expert in experts),
+            transposed=names.experts.transposed,
+        )
+        for role, name in names.experts.parameters.items()
+    ]
+    return LayerLayout(
+        linears=linears, norms=norms, parameters=parameters, experts=experts, expert_stacks=tuple(stacks)
+    )
 
 
-def _linear_sizes(layer: LayerSpec, hidden_size: int) -> dict[LinearRole, tuple[int, tuple[int, ...], bool]]:
-    """Role -> (in, out of each projection, bias)."""
+def _expert(
+    index: int, mlp: MoESpec, expert: int, hidden_size: int, names: ExpertNames
+) -> dict[ExpertRole, LinearLayout]:
+    gate_up, down = _gated_sizes(mlp.expert, hidden_size)
+    return {
+        "gate_up": _expert_linear(index, mlp, expert, "gate_up", gate_up, names),
+        "down": _expert_linear(index, mlp, expert, "down", down, names),
+    }
+
+
+def _expert_linear(
+    index: int, mlp: MoESpec, expert: int, role: ExpertRole, size: _LinearSize, names: ExpertNames
+) -> LinearLayout:
+    if role in names.modules:
+        modules = _modules([template.format(index, expert) for template in names.modules[role]], size)
+    else:
+        name = names.parameters[role].format(index)
+        stack = Stack(name=name, index=expert, count=mlp.num_experts)
+        modules = _modules([f"{name}.{expert}"], size, transposed=names.transposed, stack=stack)
+    slot = _layer_slot(index, f"experts.{expert}.{role}")
+    return LinearLayout(slot=slot, modules=modules, in_features=size.in_features, bias=size.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LinearSize:
+    """rows: output rows of each projection."""
+
+    in_features: int
+    rows: tuple[int, ...]
+    bias: bool
+
+
+def _modules(
+    paths: Sequence[str], size: _LinearSize, *, transposed: bool = False, stack: Stack | None = None
+) -> tuple[ModuleLayout, ...]:
+    # One module on disk may hold what others keep apart.
+    rows = size.rows if len(paths) == len(size.rows) else (sum(size.rows),)
+    return tuple(
+        ModuleLayout(path=path, rows=count, transposed=transposed, stack=stack)
+        for path, count in zip(paths, rows, strict=True)
+    )
+
+
+def _linear_sizes(layer: LayerSpec, hidden_size: int) -> dict[LinearRole, _LinearSize]:
     attention, mlp = layer.attention, layer.mlp
     query_size = attention.num_heads * attention.head_dim
     key_size = attention.num_kv_heads * attention.head_dim
-    sizes: dict[LinearRole, tuple[int, tuple[int, ...], bool]] = {
-        "qkv": (hidden_size, (query_size, key_size, key_size), attention.qkv_bias),
-        "output": (query_size, (hidden_size,), attention.output_bias),
+    qkv_rows = (query_size, key_size, key_size)
+    sizes: dict[LinearRole, _LinearSize] = {
+        "qkv": _LinearSize(in_features=hidden_size, rows=qkv_rows, bias=attention.qkv_bias),
+        "output": _LinearSize(in_features=query_size, rows=(hidden_size,), bias=attention.output_bias),
     }
-    if mlp.gated:
-        sizes["gate_up"] = (hidden_size, (mlp.intermediate_size, mlp.intermediate_size), mlp.bias)
-    else:
-        sizes["up"] = (hidden_size, (mlp.intermediate_size,), mlp.bias)
-    sizes["down"] = (mlp.intermediate_size, (hidden_size,), mlp.bias)
+    if isinstance(mlp, MLPSpec):
+        if mlp.gated:
+            sizes["gate_up"], sizes["down"] = _gated_sizes(mlp, hidden_size)
+            return sizes
+        sizes["up"] = _LinearSize(in_features=hidden_size, rows=(mlp.intermediate_size,), bias=mlp.bias)
+        sizes["down"] = _LinearSize(in_features=mlp.intermediate_size, rows=(hidden_size,), bias=mlp.bias)
+        return sizes
+    sizes["router"] = _LinearSize(in_features=hidden_size, rows=(mlp.num_experts,), bias=mlp.router_bias)
+    if mlp.shared is not None:
+        sizes["shared_gate_up"], sizes["shared_down"] = _gated_sizes(mlp.shared, hidden_size)
+        sizes["shared_expert_gate"] = _LinearSize(in_features=hidden_size, rows=(1,), bias=False)
     return sizes
+
+
+def _gated_sizes(mlp: MLPSpec, hidden_size: int) -> tuple[_LinearSize, _LinearSize]:
+    """Of gate_up and down."""
+    gate_up_rows = (mlp.intermediate_size, mlp.intermediate_size)
+    return (
+        _LinearSize(in_features=hidden_size, rows=gate_up_rows, bias=mlp.bias),
+        _LinearSize(in_features=mlp.intermediate_size, rows=(hidden_size,), bias=mlp.bias),
+    )
 
 
 def _norm(slot: Slot, path: str | None, spec: NormSpec | None, hidden_size: int) -> NormLayout | None:

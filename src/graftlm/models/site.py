@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from graftlm.layers.patch import Slot
-from graftlm.models.layout import LinearLayout, ModelLayout, lay_out
+from graftlm.models.layout import ExpertStackLayout, LinearLayout, lay_out
 from graftlm.models.spec import ModelSpec, NameMap
 
 
@@ -30,6 +30,20 @@ class LinearSite:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertStack:
+    """A parameter that stacks a matrix of each expert: what PEFT's `target_parameters` adapt.
+
+    path: its name in the model. module: the module that holds it. experts: paths of the matrices. transposed: they are
+    stacked as [in, out].
+    """
+
+    path: str
+    module: str
+    experts: tuple[str, ...]
+    transposed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class NormSite:
     """The norm `slot`, `size` wide. has_bias: besides its weight."""
 
@@ -43,15 +57,26 @@ class NormSite:
 class SiteMap:
     """Every module of a model that an adapter can name.
 
-    linears: path -> site, in model order, the output head last.
-    norms: path -> site. other_paths: modules with weights that no adapter can change (position tables).
+    matrices: path -> site of everything with a matrix, in model order, the output head last.
+    linears: those of them that are linear modules to PEFT.
+    routers: those that choose experts; PEFT adapts their weight as a parameter.
+    expert_modules: those that held one expert's weights before transformers 5 stacked them.
+    expert_stacks: path of the parameter -> what it holds now; of one module, in the order of registration.
+    norms: path -> site. other_paths: modules with weights that no adapter can change as a whole (position tables, the
+        experts of a layer).
+    renames: (pattern, replacement) from names in older files to these paths, as in `NameMap`.
     default_targets, ia3_targets, ia3_feedforward, ln_tuning_targets: what PEFT targets when a config names nothing, as
         in `NameMap`.
     tied_head: whether embedding and head share one matrix. embedding_size: width of a row of either.
     """
 
+    matrices: Mapping[str, LinearSite]
     linears: Mapping[str, LinearSite]
+    routers: frozenset[str]
+    expert_modules: frozenset[str]
+    expert_stacks: Mapping[str, ExpertStack]
     norms: Mapping[str, NormSite]
+    renames: tuple[tuple[str, str], ...]
     embedding_path: str
     head_path: str
     other_paths: frozenset[str]
@@ -71,22 +96,56 @@ class SiteMap:
     @property
     def module_paths(self) -> frozenset[str]:
         """All modules with weights."""
-        return frozenset({self.embedding_path, *self.norms, *self.linears, *self.other_paths})
+        return frozenset({self.embedding_path, *self.norms, *self.linears, *self.routers, *self.other_paths})
+
+    @property
+    def known_paths(self) -> frozenset[str]:
+        """Modules that an adapter's files may name: these, and the experts' of old."""
+        return self.module_paths | self.expert_modules
+
+    @property
+    def former_linears(self) -> frozenset[str]:
+        """What were linear modules before transformers 5, and may still be adapted under those names."""
+        return self.expert_modules | self.routers if self.expert_modules else frozenset()
 
 
 def map_sites(spec: ModelSpec, names: NameMap) -> SiteMap:
     """The sites of a model, from its spec alone: no weight is read."""
     layout = lay_out(spec, names)
+    all_linears = [*layout.linears(), layout.head]
+    linears = _linear_sites(all_linears)
+    routers = _linear_sites(layer.linears["router"] for layer in layout.layers if "router" in layer.linears)
+    experts = _linear_sites(linear for layer in layout.layers for expert in layer.experts for linear in expert.values())
+    stacks = [stack for layer in layout.layers for stack in layer.expert_stacks]
+    stacked = {site.slot: site for stack in stacks for site in _stacked_sites(stack)}
+    matrices: dict[str, LinearSite] = {}
+    for linear in all_linears:
+        if linear.slot in stacked:
+            matrices[stacked[linear.slot].path] = stacked[linear.slot]
+        matrices.update((module.path, linears[module.path]) for module in linear.modules)
     return SiteMap(
-        linears=_linear_sites(layout),
+        matrices=matrices,
+        linears={path: site for path, site in linears.items() if path not in routers and path not in experts},
+        routers=frozenset(routers),
+        expert_modules=frozenset(experts) - {site.path for site in stacked.values()},
+        expert_stacks={
+            stack.name: ExpertStack(
+                path=stack.name,
+                module=stack.module,
+                experts=tuple(site.path for site in _stacked_sites(stack)),
+                transposed=stack.transposed,
+            )
+            for stack in stacks
+        },
         norms={
             norm.path: NormSite(path=norm.path, slot=norm.slot, size=norm.size, has_bias=norm.spec.bias)
             for norm in layout.norms()
             if norm.spec.weight
         },
+        renames=names.renames,
         embedding_path=names.embedding,
         head_path=names.head,
-        other_paths=frozenset(layout.tables) - {names.embedding},
+        other_paths=frozenset(layout.tables) - {names.embedding} | {stack.module for stack in stacks},
         default_targets=names.default_targets,
         ia3_targets=names.ia3_targets,
         ia3_feedforward=names.ia3_feedforward,
@@ -97,8 +156,7 @@ def map_sites(spec: ModelSpec, names: NameMap) -> SiteMap:
     )
 
 
-def _linear_sites(layout: ModelLayout) -> dict[str, LinearSite]:
-    layers: list[LinearLayout] = [*layout.linears(), layout.head]
+def _linear_sites(layers: Iterable[LinearLayout]) -> dict[str, LinearSite]:
     sites: dict[str, LinearSite] = {}
     for layer in layers:
         start = 0
@@ -113,3 +171,18 @@ def _linear_sites(layout: ModelLayout) -> dict[str, LinearSite]:
             )
             start += module.rows
     return sites
+
+
+def _stacked_sites(stack: ExpertStackLayout) -> list[LinearSite]:
+    """A site for each expert's matrix in a stack, which is a whole layer."""
+    return [
+        LinearSite(
+            path=f"{stack.name}.{expert}",
+            slot=layer.slot,
+            start=0,
+            stop=sum(module.rows for module in layer.modules),
+            in_features=layer.in_features,
+            transposed=stack.transposed,
+        )
+        for expert, layer in enumerate(stack.layers)
+    ]

@@ -12,7 +12,13 @@ from graftlm.models.rope_spec import RopeSpec
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 # Linear layers of a decoder layer; "qkv" and "gate_up" may hold several modules of the checkpoint, stacked.
-LinearRole = Literal["qkv", "output", "gate_up", "up", "down"]
+LinearRole = Literal[
+    "qkv", "output", "gate_up", "up", "down", "router", "shared_gate_up", "shared_down", "shared_expert_gate"
+]
+# Those of one expert.
+ExpertRole = Literal["gate_up", "down"]
+# Tensors of a decoder layer that are no module's weight or bias.
+ParameterRole = Literal["sinks"]
 NormRole = Literal["pre_attention", "post_attention", "pre_mlp", "post_mlp", "query", "key"]
 
 
@@ -54,6 +60,7 @@ class AttentionSpec:
     head_order: how the fused projection's columns are shared out, as in `layers.attention.HeadOrder`.
     rope: None for no rotary positions. alibi: None for no bias by position.
     window: a token sees this many tokens, itself included; None for all. softcap: c * tanh(score / c).
+    sinks: each head has one more score, learned, that takes part in the softmax and has no value.
 
     Raises:
         CheckpointError: the numbers of heads do not fit each other.
@@ -70,6 +77,7 @@ class AttentionSpec:
     alibi: AlibiSpec | None = None
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -85,11 +93,47 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClampedSwiGLU:
+    """The gated activation of GPT-OSS, whose gate and up columns alternate; as in `kernels.ops.clamped_swiglu`."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class MLPSpec:
+    """A feed-forward layer, gated (gate * up, then down) or plain. A clamped activation is always gated."""
+
     intermediate_size: int
-    activation: Activation
+    activation: Activation | ClampedSwiGLU
     gated: bool = True
     bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """A mixture of experts: each token goes to the `experts_per_token` that its router finds most probable.
+
+    expert: each of them. renormalise: the chosen probabilities are made to sum to one.
+    shared: one more expert for every token, weighted by the sigmoid of its own gate.
+
+    Raises:
+        CheckpointError: a token would go to more experts than there are.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    renormalise: bool
+    expert: MLPSpec
+    router_bias: bool = False
+    shared: MLPSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.experts_per_token > self.num_experts:
+            raise CheckpointError(
+                "config.json: num_experts_per_tok is larger than the number of experts",
+                got=f"{self.experts_per_token} of {self.num_experts}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +147,7 @@ class LayerSpec:
     """
 
     attention: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | MoESpec
     norms: Mapping[NormRole, NormSpec]
     wiring: Literal["sequential", "sequential_normed_residual", "parallel", "post_norm"] = "sequential"
 
@@ -158,12 +202,30 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """What the experts of a layer are called.
+
+    parameters: role -> the parameter that stacks all experts' matrices in memory, with {} for the layer index, in the
+        order in which its module registers them. PEFT reaches it with `target_parameters`.
+    modules: role -> the linear modules of one expert that files keep apart, with {} for the layer's and the expert's
+        index; several are stacked in this order. Empty when files hold the parameters as they are. Adapters from before
+        transformers 5 name these modules.
+    transposed: the parameters are [experts, in, out], not [experts, out, in].
+    """
+
+    parameters: Mapping[ExpertRole, str]
+    modules: Mapping[ExpertRole, tuple[str, ...]] = field(default_factory=dict)
+    transposed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class NameMap:
     """Module paths of a family as transformers names them in memory: what PEFT targets, and what the tensors on disk
     are called unless `renames` says otherwise.
 
     linears: role -> paths with {} for the layer index; several are stacked in this order, one may hold all of them.
-    norms: the same for norms.
+    norms: the same for norms. parameters: the same for tensors that belong to no such module.
+    experts: for families with a mixture of experts; the router is a linear module, though not to PEFT.
     conv1d: roles whose matrices are stored [in, out] (transformers' Conv1D).
     renames: (pattern, replacement), tried in order on each tensor's name on disk.
     ignored_tensors: regular expressions of tensors that old checkpoints carry and nobody needs.
@@ -180,6 +242,8 @@ class NameMap:
     embedding_norm: str | None = None
     project_in: str | None = None
     project_out: str | None = None
+    parameters: Mapping[ParameterRole, str] = field(default_factory=dict)
+    experts: ExpertNames | None = None
     conv1d: frozenset[LinearRole] = frozenset()
     renames: tuple[tuple[str, str], ...] = ()
     ignored_tensors: tuple[str, ...] = ()

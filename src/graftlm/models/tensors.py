@@ -87,6 +87,8 @@ def expected_shapes(layout: ModelLayout, *, tied_head: bool) -> dict[str, tuple[
     shapes: dict[str, tuple[int, ...]] = {f"{path}.weight": shape for path, shape in layout.tables.items()}
     for linear in layout.linears():
         shapes.update(_linear_shapes(linear))
+    for layer in layout.layers:
+        shapes.update((parameter.name, parameter.shape) for parameter in layer.parameters.values())
     for norm in layout.norms():
         shapes.update(_norm_shapes(norm))
     head = _linear_shapes(layout.head)
@@ -123,10 +125,9 @@ def check_tensors(tensors: NamedTensors, expected: Mapping[str, tuple[int, ...]]
 def _linear_shapes(linear: LinearLayout) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for module in linear.modules:
-        shape = (module.rows, linear.in_features)
-        shapes[f"{module.path}.weight"] = shape[::-1] if module.transposed else shape
+        shapes[module.tensor("weight")] = module.stored_shape(module.rows, linear.in_features)
         if linear.bias:
-            shapes[f"{module.path}.bias"] = (module.rows,)
+            shapes[module.tensor("bias")] = module.stored_shape(module.rows)
     return shapes
 
 

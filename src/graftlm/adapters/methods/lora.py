@@ -16,6 +16,7 @@ from torch import Tensor
 
 from graftlm.adapters.config import LoraConfig, parse_lora_config
 from graftlm.adapters.methods.compiled import CompiledAdapter
+from graftlm.adapters.methods.parameters import check_expert_module, check_plain, select_parameters, take_stacks
 from graftlm.adapters.methods.saved_modules import SavedModules
 from graftlm.adapters.methods.token_rows import token_rows
 from graftlm.adapters.module_tensors import ModuleTensors, check_shape
@@ -68,7 +69,10 @@ class _LoraCompiler:
         self._tensors = tensors
         self._base = base
         self._sites = base.sites
-        self._targets = select_targets(config, base.sites, self._adaptable())
+        self._parameters = select_parameters(config, base.sites)
+        self._targets = select_targets(config, base.sites, self._adaptable()) | self._parameters.modules
+        if self._parameters.stacks or self._parameters.modules or self._targets & base.sites.former_linears:
+            check_plain(config)
         self.builder = PatchBuilder(base)
         # What an activated LoRA does before its invocation: all but the low-rank part.
         self.dormant = PatchBuilder(base) if config.invocation_token_ids else None
@@ -78,6 +82,7 @@ class _LoraCompiler:
         for role in TRAINING_ROLES:
             self._tensors.drop(role)
         self.saved.replace_modules()
+        self._adapt_expert_stacks()
         adapted = self._adapt_linears() | self._adapt_embedding()
         self.saved.replace_biases()
         self._replace_token_rows()
@@ -89,18 +94,29 @@ class _LoraCompiler:
         # PEFT defines neither for Conv1D.
         is_special = self._config.is_block_diagonal or self._config.initialisation == "kasa"
         linears = self._sites.plain_linears if is_special else self._sites.linears
-        return {*linears, self._sites.embedding_path}
+        return {*linears, *self._sites.former_linears, self._sites.embedding_path}
 
     @property
     def _always(self) -> list[PatchBuilder]:
         return [self.builder] if self.dormant is None else [self.builder, self.dormant]
 
+    def _adapt_expert_stacks(self) -> None:
+        for factors in take_stacks(self._config, self._tensors, self._sites, self._parameters.stacks):
+            path = factors.stack.path
+            scaling = self._config.scaling_of(path, factors.rank)
+            for expert, (lora_a, lora_b) in factors.pairs.items():
+                if lora_b.any() and lora_a.any():
+                    self.builder.add_low_rank(expert, lora_a, lora_b * scaling)
+            self.builder.describe(path, "LoRA", rank=factors.rank, scaling=scaling)
+
     def _adapt_linears(self) -> set[str]:
         adapted = set()
         for module in self._tensors.modules_with("lora_A.weight", "lora_B.weight"):
-            if module not in self._sites.linears:
+            if module not in self._sites.matrices:
                 raise AdapterUnsupported(f"{module} is not a linear layer, but has lora_A or lora_B")
             check_target(self._config, self._sites, self._targets, module)
+            if module in self._sites.expert_modules:
+                check_expert_module(self._config, self._sites, module)
             lora_a = self._tensors.require(module, "lora_A.weight").float()
             lora_b = self._tensors.require(module, "lora_B.weight").float()
             self._adapt_linear(module, lora_a, lora_b)
@@ -112,7 +128,7 @@ class _LoraCompiler:
         if self._config.is_block_diagonal:
             lora_a, lora_b = _unblock(lora_a, in_features), _unblock(lora_b, lora_a.shape[0])
         rank = self._check_pair(module, lora_a, lora_b, out_features, in_features)
-        scaling = self._config.scaling_of(module, rank)
+        scaling = self._config.scaling_of(self._pattern_name(module), rank)
         factor_a, factor_b = lora_a, lora_b * scaling
         if self._config.initialisation == "kasa":
             diagonal = self._tensors.require(module, "lora_diag").float()
@@ -136,6 +152,10 @@ class _LoraCompiler:
             self.builder.transform_output(module, Affine(shift=self._on_device(lora_bias.float() * scaling)))
         self.builder.add_low_rank(module, factor_a, factor_b)
         self.builder.describe(module, changes, rank=rank, scaling=scaling)
+
+    def _pattern_name(self, module: str) -> str:
+        """What rank_pattern and alpha_pattern are compared with."""
+        return f"{module}.weight" if module in self._parameters.modules else module
 
     def _removed_from_base(self, module: str, rank: int, scaling: float) -> tuple[Tensor, Tensor] | None:
         """Factors (L, R) of what PEFT takes out of the base when it loads this adapter: base - L @ R."""
@@ -265,7 +285,7 @@ class _LoraCompiler:
                 allowed=f"lora_A [rank, {in_features}], lora_B [{out_features}, rank]",
                 do="load it over the base it was trained on",
             )
-        expected = self._config.rank_of(module)
+        expected = self._config.rank_of(self._pattern_name(module))
         if a_shape[0] != expected:
             raise AdapterCorrupt(
                 f"the rank of {module} differs between config and weights",

@@ -100,7 +100,7 @@ class SavedModules:
         replaced = self._replaced.get(module)
         if replaced is not None:
             return replaced.shape[0], replaced.shape[1]
-        site = self._sites.linears[module]
+        site = self._sites.matrices[module]
         return site.out_features, site.in_features
 
     def on_device(self, tensor: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class SavedModules:
             return
         if module in self._sites.other_paths:
             raise AdapterUnsupported(f"{module} is saved whole, but only linear layers, norms and token tables can be")
-        if module in self._sites.linears and self._sites.linears[module].transposed:
+        if module in self._sites.matrices and self._sites.matrices[module].transposed:
             weight = weight.t()
         current = self._base.embedding() if module == self._sites.embedding_path else self.weight(module)
         rows = weight.shape[0] if module in self._ends and weight.dim() == 2 else current.shape[0]
@@ -151,7 +151,7 @@ class SavedModules:
         """A module's bias as the base has it."""
         if module in self._sites.norms:
             return self._base.norm(module)[1]
-        return self._base.bias(module) if module in self._sites.linears else None
+        return self._base.bias(module) if module in self._sites.matrices else None
 
     def _take_bias(self, module: str) -> Tensor | None:
         found = [bias for role in BIAS_ROLES if (bias := self._tensors.take(module, role)) is not None]

@@ -55,3 +55,16 @@ def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     activated = activate(gate, activation)
     return activated * up if gate_up.requires_grad else activated.mul_(up)
+
+
+def clamped_swiglu(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
+    """GPT-OSS's gated activation.
+
+    Semantics: with gate, up = the even and the odd columns, gate at most `limit`, up within +-limit:
+        gate * sigmoid(alpha * gate) * (up + 1)
+    Args: gate_up: [T, 2F].
+    Returns: [T, F].
+    Source: arXiv 2508.10925.
+    """
+    gate, up = gate_up[:, ::2].clamp(max=limit), gate_up[:, 1::2].clamp(min=-limit, max=limit)
+    return gate * (gate * alpha).sigmoid() * (up + 1)

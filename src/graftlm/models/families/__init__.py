@@ -7,6 +7,7 @@ from graftlm.models.families.gpt_bigcode import GPT_BIGCODE
 from graftlm.models.families.gpt_neox import GPT_NEOX
 from graftlm.models.families.llama import LLAMA
 from graftlm.models.families.mistral import MISTRAL
+from graftlm.models.families.mixtral import MIXTRAL
 from graftlm.models.families.olmo2 import OLMO2
 from graftlm.models.families.opt import OPT
 from graftlm.models.families.phi import PHI
@@ -26,6 +27,7 @@ FAMILIES: dict[str, Family] = {
         GPT_NEOX,
         LLAMA,
         MISTRAL,
+        MIXTRAL,
         OLMO2,
         OPT,
         PHI,

@@ -1,0 +1,95 @@
+"""Mixtures of experts: feed-forward layers of which each token takes a few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graftlm.kernels import ops
+from graftlm.layers.linear import Linear
+from graftlm.layers.mlp import FeedForward
+from graftlm.layers.patch import Segment, Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expert:
+    """slots: of its linear layers."""
+
+    mlp: FeedForward
+    slots: tuple[Slot, ...]
+
+
+class GatedSharedExpert:
+    """sigmoid(gate(x)) * mlp(x). gate: one output column."""
+
+    def __init__(self, *, gate: Linear, mlp: FeedForward) -> None:
+        self._gate = gate
+        self._mlp = mlp
+
+    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+        return self._gate(x, segments).sigmoid() * self._mlp(x, segments)
+
+
+class MixtureOfExperts:
+    """The weighted sum of each token's experts, plus a shared one.
+
+    An expert sees its tokens in one go and in batch order, so that the tokens of an adapter stand together there too.
+    Experts that no token goes to are not touched.
+    """
+
+    def __init__(
+        self,
+        *,
+        router: Linear,
+        experts: Sequence[Expert],
+        experts_per_token: int,
+        renormalise: bool,
+        shared: FeedForward | None,
+    ) -> None:
+        self._router = router
+        self._experts = tuple(experts)
+        self._experts_per_token = experts_per_token
+        self._renormalise = renormalise
+        self._shared = shared
+
+    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """x: [T, E] -> [T, E]."""
+        weights, chosen = ops.route(self._router(x, segments), self._experts_per_token, renormalise=self._renormalise)
+        out = torch.zeros_like(x)
+        for index, rows, row_weights in _by_expert(chosen, weights):
+            expert = self._experts[index]
+            result = expert.mlp(x.index_select(0, rows), _segments_among(rows, segments, expert.slots))
+            out.index_add_(0, rows, (result * row_weights[:, None]).to(out.dtype))
+        return out if self._shared is None else out + self._shared(x, segments)
+
+
+def _by_expert(chosen: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each expert that is chosen, the rows that chose it, ascending, and its weight in each of them.
+
+    chosen, weights: [T, experts per token].
+    """
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    experts, counts = torch.unique_consecutive(flat[order], return_counts=True)
+    rows, row_weights = order // chosen.shape[1], weights.flatten()[order]
+    start = 0
+    for expert, count in zip(experts.tolist(), counts.tolist(), strict=True):
+        yield expert, rows[start : start + count], row_weights[start : start + count]
+        start += count
+
+
+def _segments_among(rows: Tensor, segments: Sequence[Segment], slots: Sequence[Slot]) -> list[Segment]:
+    """The segments as they lie in x[rows], if they patch any of the slots. rows: ascending."""
+    patching = [segment for segment in segments if any(slot in segment.patch.linears for slot in slots)]
+    if not patching:
+        return []
+    bounds = torch.tensor([(segment.start, segment.stop) for segment in patching], device=rows.device)
+    places = torch.searchsorted(rows, bounds).tolist()
+    return [
+        Segment(start=start, stop=stop, patch=segment.patch)
+        for segment, (start, stop) in zip(patching, places, strict=True)
+        if start < stop
+    ]

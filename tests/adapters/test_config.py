@@ -69,7 +69,6 @@ def test_r001_an_unknown_field_with_a_meaningful_value_is_refused_by_name(
 
 REFUSED: dict[str, Any] = {
     "layer_replication": [[0, 2], [1, 2]],
-    "target_parameters": ["mlp.experts.gate_up_proj"],
     "arrow_config": {"top_k": 2},
 }
 

@@ -21,6 +21,7 @@ SMALL = {
     "initializer_range": 0.12,
     "tie_word_embeddings": False,
 }
+SMALL_MOE = {**SMALL, "moe_intermediate_size": 48, "num_experts_per_tok": 2}
 SMALL_GPT = {
     **VOCABULARY,
     "n_embd": 64,
@@ -229,6 +230,56 @@ FAMILY_CASES: dict[str, FamilyCase] = {
     "mixtral": FamilyCase(
         config_class="MixtralConfig",
         settings={**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
+        targets=ATTENTION_PROJECTIONS,
+    ),
+    "mixtral_window": FamilyCase(
+        config_class="MixtralConfig",
+        settings={
+            **SMALL,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "sliding_window": 24,
+            "tie_word_embeddings": True,
+        },
+        targets=ATTENTION_PROJECTIONS,
+    ),
+    "qwen2_moe": FamilyCase(
+        config_class="Qwen2MoeConfig",
+        settings={**SMALL_MOE, "num_experts": 8, "shared_expert_intermediate_size": 40},
+        targets=(*ATTENTION_PROJECTIONS, "shared_expert_gate"),
+    ),
+    "qwen2_moe_dense_layers": FamilyCase(
+        config_class="Qwen2MoeConfig",
+        settings={
+            **SMALL_MOE,
+            "num_experts": 5,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [1],
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "max_window_layers": 2,
+        },
+        targets=ATTENTION_PROJECTIONS,
+    ),
+    "qwen3_moe": FamilyCase(
+        config_class="Qwen3MoeConfig",
+        settings={**SMALL_MOE, "num_experts": 8, "norm_topk_prob": True},
+        targets=ATTENTION_PROJECTIONS,
+    ),
+    "qwen3_moe_dense_layers": FamilyCase(
+        config_class="Qwen3MoeConfig",
+        settings={
+            **SMALL_MOE,
+            "num_experts": 4,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [0],
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+        },
         targets=ATTENTION_PROJECTIONS,
     ),
 }

@@ -696,6 +696,12 @@ WRONG: dict[str, Wrong] = {
         error=AdapterCorrupt,
         match="rank of .* differs between config and weights",
     ),
+    "39_parameters_of_another_base": Wrong(
+        of="02_rank_8",
+        config={"target_parameters": ["mlp.experts.gate_up_proj"]},
+        error=AdapterIncompatible,
+        match=r"target_parameters names mlp\.experts\.gate_up_proj",
+    ),
     "15_untargeted": Wrong(
         of="01_query_value", config={"target_modules": ["q_proj"]}, error=AdapterIncompatible, match="v_proj"
     ),
@@ -703,7 +709,6 @@ WRONG: dict[str, Wrong] = {
 REFUSED_FIELDS: dict[str, Any] = {
     "layer_replication": [[0, 2], [1, 2]],
     "arrow_config": {"top_k": 2},
-    "target_parameters": ["mlp.experts.gate_up_proj"],
 }
 for refused_field, value in REFUSED_FIELDS.items():
     WRONG[refused_field] = Wrong(

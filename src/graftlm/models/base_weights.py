@@ -83,10 +83,18 @@ class CheckpointWeights:
     def linear(self, path: str) -> Weight:
         if path == self.sites.head_path and self.sites.tied_head:
             return DenseWeight(self.embedding())
-        matrix = self._read(f"{path}.weight")
+        name, _, index = path.rpartition(".")
+        if name in self.sites.expert_stacks:
+            matrix = self._read(name)[int(index)]
+        else:
+            matrix = self._read(f"{path}.weight")
         return DenseWeight(matrix.t() if self.sites.matrices[path].transposed else matrix)
 
     def bias(self, path: str) -> Tensor | None:
+        name, _, index = path.rpartition(".")
+        if name in self.sites.expert_stacks:
+            stacked = self._optional(f"{name}_bias")
+            return None if stacked is None else stacked[int(index)]
         return self._optional(f"{path}.bias")
 
     def norm(self, path: str) -> tuple[Tensor, Tensor | None]:

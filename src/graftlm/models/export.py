@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -140,9 +140,13 @@ Value = Callable[[], Tensor | None]
 def _values(weights: BaseWeights) -> Iterator[tuple[str, Value]]:
     """Names in memory, and what has them."""
     sites = weights.sites
-    for path, site in sites.linears.items():
+    for path, site in sites.matrices.items():
         yield f"{path}.weight", partial(_matrix, weights, path, transposed=site.transposed)
         yield f"{path}.bias", partial(weights.bias, path)
+    for name, stack in sites.expert_stacks.items():
+        matrices = [partial(_matrix, weights, path, transposed=stack.transposed) for path in stack.experts]
+        yield name, partial(_stacked, matrices)
+        yield f"{name}_bias", partial(_stacked, [partial(weights.bias, path) for path in stack.experts])
     for path in sites.norms:
         yield f"{path}.weight", partial(_norm, weights, path, 0)
         yield f"{path}.bias", partial(_norm, weights, path, 1)
@@ -152,6 +156,11 @@ def _values(weights: BaseWeights) -> Iterator[tuple[str, Value]]:
 def _matrix(weights: BaseWeights, path: str, *, transposed: bool) -> Tensor:
     matrix = weights.linear(path).dequantize()
     return matrix.t() if transposed else matrix
+
+
+def _stacked(values: Sequence[Value]) -> Tensor | None:
+    tensors = [tensor for value in values if (tensor := value()) is not None]
+    return torch.stack(tensors) if tensors else None
 
 
 def _norm(weights: BaseWeights, path: str, index: int) -> Tensor | None:

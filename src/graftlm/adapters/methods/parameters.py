@@ -47,8 +47,13 @@ def select_parameters(config: LoraConfig, sites: SiteMap) -> TargetedParameters:
     """What `target_parameters` names.
 
     Raises:
+        AdapterIncompatible: a name that no parameter of this base answers to.
         AdapterUnsupported: a parameter that is no expert's, router's or linear layer's weight.
     """
+    parameters = {*sites.expert_stacks, *(f"{path}.weight" for path in sites.module_paths)}
+    for name in config.target_parameters:
+        if not any(_answers(parameter, name) for parameter in parameters):
+            raise AdapterIncompatible(f"target_parameters names {name[:200]}, which this base does not have")
     modules = frozenset(path for path in sites.module_paths if _is_named(config, f"{path}.weight"))
     for path in sorted(modules):
         if path not in sites.matrices or sites.matrices[path].transposed:
@@ -158,7 +163,11 @@ def _is_turned_around(config: LoraConfig, site: LinearSite, stack: ExpertStack, 
 
 
 def _is_named(config: LoraConfig, parameter: str) -> bool:
-    return any(parameter == name or parameter.endswith(f".{name}") for name in config.target_parameters)
+    return any(_answers(parameter, name) for name in config.target_parameters)
+
+
+def _answers(parameter: str, name: str) -> bool:
+    return parameter == name or parameter.endswith(f".{name}")
 
 
 def _stacked(sites: SiteMap) -> Iterator[LinearSite]:

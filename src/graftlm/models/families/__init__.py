@@ -14,6 +14,7 @@ from graftlm.models.families.phi import PHI
 from graftlm.models.families.phi3 import PHI3
 from graftlm.models.families.qwen2 import QWEN2
 from graftlm.models.families.qwen3 import QWEN3
+from graftlm.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from graftlm.models.families.smollm3 import SMOLLM3
 from graftlm.models.family import Family
 
@@ -33,7 +34,9 @@ FAMILIES: dict[str, Family] = {
         PHI,
         PHI3,
         QWEN2,
+        QWEN2_MOE,
         QWEN3,
+        QWEN3_MOE,
         SMOLLM3,
     )
 }

@@ -10,7 +10,17 @@ from collections.abc import Mapping, Sequence
 from graftlm.models.activations import ACTIVATIONS
 from graftlm.models.config_reader import ConfigReader
 from graftlm.models.rope_config import read_rope
-from graftlm.models.spec import AttentionSpec, HeadSpec, LayerSpec, MLPSpec, ModelSpec, NameMap, NormRole, NormSpec
+from graftlm.models.spec import (
+    AttentionSpec,
+    ExpertRole,
+    HeadSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    NameMap,
+    NormRole,
+    NormSpec,
+)
 
 NAMES = NameMap(
     embedding="model.embed_tokens",
@@ -37,6 +47,14 @@ QUERY_KEY_NORMS: Mapping[NormRole, str] = {
     "query": "model.layers.{}.self_attn.q_norm",
     "key": "model.layers.{}.self_attn.k_norm",
 }
+
+# Of layers with experts.
+EXPERT_PARAMETERS: Mapping[ExpertRole, str] = {
+    "gate_up": "model.layers.{}.mlp.experts.gate_up_proj",
+    "down": "model.layers.{}.mlp.experts.down_proj",
+}
+# How routers are trained.
+ROUTER_TRAINING_KEYS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 
 
 def read_attention(

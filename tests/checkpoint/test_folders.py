@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 
 from graftlm import LLM
 from graftlm.checkpoint import open_checkpoint
-from graftlm.errors import CheckpointError
+from graftlm.errors import CheckpointError, InvalidRequest
 from tests.parity.oracle import Oracle, prompt_of
 from tests.tiny import edit_json, make_llama
 
@@ -86,6 +86,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "cubic_v4": ({"rope_parameters": ..., "rope_scaling": {"type": "cubic", "factor": 2.0}}, "rope type.*cubic"),
     "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config is not supported"),
     "uneven_heads": ({"num_key_value_heads": 3}, "not a multiple of the number of key-value heads; got: 4, 3"),
+    "heads_that_do_not_divide": ({"num_attention_heads": 5, "head_dim": ...}, "hidden_size is not a multiple of"),
     "no_layers": ({"num_hidden_layers": 0}, "num_hidden_layers is not a positive integer"),
     "negative_size": ({"hidden_size": -64}, "hidden_size is not a positive integer"),
     "size_of_text": ({"hidden_size": "64"}, "hidden_size is not a positive integer"),
@@ -138,11 +139,91 @@ def test_malformed_rope_settings_are_refused_by_name(rope: Any, base: Path) -> N
 
 
 def test_config_keys_that_nothing_reads_are_reported(base: Path, caplog: pytest.LogCaptureFixture) -> None:
-    edit_json(base / "config.json", sliding_window=4096, new_invention={"a": 1}, empty_invention=None, off=False)
+    edit_json(base / "config.json", seq_length=4096, new_invention={"a": 1}, empty_invention=None, off=False)
     with caplog.at_level("WARNING", logger="graftlm"):
         LLM(base, kv_cache_bytes=1 << 20)
-    assert "keys Graft does not read: new_invention, sliding_window" in caplog.text
+    assert "keys Graft does not read: new_invention, seq_length" in caplog.text
     assert "empty_invention" not in caplog.text
+
+
+ARITHMETIC_KEYS: dict[str, Any] = {
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+    "qk_layernorm": True,
+    "lm_head_bias": True,
+    "rope_local_base_freq": 10_000.0,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "num_experts": 8,
+}
+
+
+@pytest.mark.parametrize("key", ARITHMETIC_KEYS)
+def test_an_unknown_key_that_sounds_like_arithmetic_is_refused_by_name(key: str, base: Path) -> None:
+    edit_json(base / "config.json", **{key: ARITHMETIC_KEYS[key]})
+    refusal(base, f"may change what the model computes; got: {key}; do: remove")
+
+
+def test_unknown_keys_that_are_switched_off_or_say_only_how_fast_are_read_past(base: Path) -> None:
+    edit_json(
+        base / "config.json",
+        sliding_window=None,
+        qk_layernorm=False,
+        use_flash_attn=True,
+        _attn_implementation_autoset=True,
+        attn_pdrop=0.1,
+        bias_dropout_fusion=True,
+    )
+    LLM(base, kv_cache_bytes=1 << 20).shutdown()
+
+
+AUTO_MAP = {"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+
+
+def write_hostile_code(base: Path) -> Path:
+    """Code that leaves a trace when it is imported."""
+    trace = base / "executed"
+    (base / "modeling_mine.py").write_text(f"open({str(trace)!r}, 'w')\nclass MineForCausalLM: pass\n")
+    (base / "configuration_mine.py").write_text(f"open({str(trace)!r}, 'w')\nclass MineConfig: pass\n")
+    return trace
+
+
+def test_code_in_a_checkpoint_of_a_known_family_is_not_executed(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trace = write_hostile_code(base)
+    edit_json(base / "config.json", auto_map={**AUTO_MAP, "AutoConfig": "configuration_mine.MineConfig"})
+    with caplog.at_level("WARNING", logger="graftlm"):
+        LLM(base, kv_cache_bytes=1 << 20).shutdown()
+    assert "code of its own (auto_map): it is not executed, the model is served as llama" in caplog.text
+    assert not trace.exists()
+
+
+def test_code_in_a_checkpoint_of_an_unknown_family_is_not_executed_and_the_error_says_so(base: Path) -> None:
+    trace = write_hostile_code(base)
+    edit_json(base / "config.json", model_type="mine", auto_map=AUTO_MAP)
+    message = refusal(base, "got: 'mine'; allowed: .*llama.*; do: the code that comes with the checkpoint")
+    assert "is never executed" in message
+    assert not trace.exists()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_has_rows_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = make_llama(tmp_path, vocab_size=258, pad_token_id=None)
+    with caplog.at_level("WARNING", logger="graftlm"):
+        llm = LLM(base, kv_cache_bytes=1 << 20)
+    assert "the tokenizer has 259 tokens, the model rows for 258" in caplog.text
+    with pytest.raises(InvalidRequest, match="258"):
+        llm.generate(["a<pad>"])
+
+
+def test_a_model_with_more_rows_than_the_tokenizer_has_tokens_is_served_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", logger="graftlm"):
+        llm = LLM(make_llama(tmp_path, vocab_size=320), kv_cache_bytes=1 << 20)
+    assert caplog.text == ""
+    assert llm.logits([1, 2, 319]).shape == (3, 320)
 
 
 def test_a_plain_checkpoint_is_read_without_a_warning(base: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -54,6 +54,7 @@ class Engine:
         checkpoint = open_checkpoint(config.model)
         decoder = build_decoder(checkpoint, dtype=_dtype(config.dtype, checkpoint), device=device)
         self.tokenizer = load_tokenizer(*checkpoint.tokenizer_files)
+        _compare_vocabularies(decoder, self.tokenizer)
         end_token_ids = _end_token_ids(checkpoint, self.tokenizer)
         checkpoint.close()
         plan = plan_cache(
@@ -206,6 +207,17 @@ def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
             do="choose one of these as dtype",
         )
     return _DTYPES[wanted]
+
+
+def _compare_vocabularies(decoder: Decoder, tokenizer: Tokenizer) -> None:
+    """More rows than tokens are padding, and common. Tokens without a row are refused where a prompt has one: files
+    whose tokenizer got a padding token that the model never saw are common too."""
+    if len(tokenizer) > decoder.vocab_size:
+        logger.warning(
+            "the tokenizer has %d tokens, the model rows for %d: prompts with the others are refused",
+            len(tokenizer),
+            decoder.vocab_size,
+        )
 
 
 def _end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:

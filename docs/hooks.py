@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,17 @@ from graftlm.cli import app
 from graftlm.cli.options import field_help
 from graftlm.config import EngineConfig
 from graftlm.engine.sampling_params import SamplingParams
+from graftlm.models.families import FAMILIES
 from graftlm.server.errors import STATUS_AND_CODE
 
 # mkdocs runs as a program of its own, which does not look for modules where it is started.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.parity import conformance
+
+# Written by benchmarks/family_parity.py.
+FAMILY_PARITY = Path(__file__).parent / "reference" / "family_parity.json"
+ADAPTER_KINDS = ("base", "lora", "dora", "saved_head")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -76,6 +83,30 @@ def _command(name: str, command: Any) -> str:
     return f"## graft {name}\n\n{(command.help or '').strip()}\n\n" + "\n".join(rows)
 
 
+def families() -> str:
+    by_type: dict[str, list[tuple[str, Any]]] = defaultdict(list)
+    for name, case in json.loads(FAMILY_PARITY.read_text())["cases"].items():
+        by_type[case["model_type"]].append((name, case))
+    rows = [
+        "| `model_type` | variants (width, heads) | base | LoRA everywhere | DoRA | head saved |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for model_type in sorted(FAMILIES):
+        cases = by_type[model_type]
+        variants = ", ".join(f"{name} ({case['hidden_size']}, {case['num_attention_heads']})" for name, case in cases)
+        worst = [max((case["differences"][kind] for _, case in cases), default=None) for kind in ADAPTER_KINDS]
+        cells = " | ".join("not measured" if value is None else f"{value:.1e}" for value in worst)
+        rows.append(f"| `{model_type}` | {variants} | {cells} |")
+    return "\n".join(rows)
+
+
+def family_parity_run() -> str:
+    run = json.loads(FAMILY_PARITY.read_text())
+    libraries = ", ".join(f"{library} {version}" for library, version in run["versions"].items())
+    lengths = ", ".join(str(length) for length in run["prompt_lengths"])
+    return f"prompts of {lengths} tokens, float32, {libraries}, on {run['machine']}"
+
+
 def _fields(config: type[Any]) -> str:
     texts = field_help(config)
     rows = ["| field | default | meaning |", "| --- | --- | --- |"]
@@ -92,6 +123,8 @@ GENERATED: dict[str, Callable[[], str]] = {
     "conformance_summary": conformance.summary,
     "engine_options": engine_options,
     "errors": errors,
+    "families": families,
+    "family_parity_run": family_parity_run,
     "refused_fields": conformance.refused_fields,
     "refused_methods": refused_methods,
     "sampling_params": sampling_params,

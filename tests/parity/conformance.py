@@ -17,6 +17,7 @@ from graftlm.adapters.config import REFUSED_INITIALISATIONS
 from graftlm.adapters.methods import METHODS, REFUSED_METHODS
 from graftlm.adapters.target_config import INERT_FIELDS, READ_FIELDS
 from tests.parity.lora_cases import CASES as LORA_CASES
+from tests.parity.test_family_adapters import CASES as FAMILY_CASES
 from tests.parity.test_fold_methods import CASES as FOLD_CASES
 from tests.parity.test_vector_methods import CASES as VECTOR_CASES
 
@@ -43,7 +44,8 @@ class MethodConformance:
 def conformance() -> list[MethodConformance]:
     cases = Counter({"LORA": len(LORA_CASES)})
     peft_types = {config: peft_type.value for peft_type, config in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
-    cases.update(peft_types[config_class] for _, config_class, _ in (*FOLD_CASES.values(), *VECTOR_CASES.values()))
+    others = (*FAMILY_CASES.values(), *FOLD_CASES.values(), *VECTOR_CASES.values())
+    cases.update(peft_types[config_class] for _, config_class, _ in others)
     return [_conformance(peft_type, cases[peft_type]) for peft_type in sorted(METHODS, key=lambda name: -cases[name])]
 
 

@@ -69,6 +69,16 @@ class FamilyCase:
         config: transformers.PreTrainedConfig = getattr(transformers, self.config_class)(**self.settings)
         return config
 
+    def adapters(self) -> dict[str, dict[str, Any]]:
+        """Settings of the LoRA adapters that every family is tried with."""
+        kinds: dict[str, dict[str, Any]] = {
+            "lora": {"target_modules": [*self.targets, self.embedding, self.head], "ensure_weight_tying": False},
+            "dora": {"target_modules": list(self.targets), "use_dora": True},
+            "saved_head": {"target_modules": list(self.targets[:1]), "modules_to_save": [self.head]},
+        }
+        return {kind: {**settings, **self.adapter_settings} for kind, settings in kinds.items()}
+
+
 
 def bloom(**settings: Any) -> FamilyCase:
     return FamilyCase(

@@ -43,21 +43,7 @@ def test_prompts_of_all_lengths_in_one_batch_are_answered_as_by_transformers(wor
 
 
 def test_adapters_on_every_module_are_served_as_by_peft(world: World, case: FamilyCase, tmp_path: Path) -> None:
-    everything = [*case.targets, case.embedding, case.head]
-    settings = dict(case.adapter_settings)
     adapters = {
-        "lora": make_even_adapter(
-            world.base, tmp_path / "lora", target_modules=everything, ensure_weight_tying=False, **settings
-        ),
-        "dora": make_even_adapter(
-            world.base, tmp_path / "dora", target_modules=list(case.targets), use_dora=True, **settings
-        ),
-        "saved_head": make_even_adapter(
-            world.base,
-            tmp_path / "saved",
-            target_modules=list(case.targets[:1]),
-            modules_to_save=[case.head],
-            **settings,
-        ),
+        name: make_even_adapter(world.base, tmp_path / name, **settings) for name, settings in case.adapters().items()
     }
     world.assert_parity(adapters)

@@ -157,7 +157,7 @@ def unadapted(bases: dict[str, Path]) -> dict[str, Expected]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_and_greedy_tokens_are_those_of_peft(
+def test_r042_logits_and_greedy_tokens_are_those_of_peft(
     name: str, llms: dict[str, LLM], expected: dict[str, Expected], unadapted: dict[str, Expected]
 ) -> None:
     base = CASES[name][0]
@@ -199,8 +199,8 @@ def test_token_rows_of_a_head_with_trained_biases_are_refused_by_name(
 
 
 @pytest.mark.parametrize("name", ["qwen2", "bloom", "falcon_7b_biases"])
-def test_large_biases_of_a_fused_projection_survive_adapters(name: str, tmp_path: Path) -> None:
-    """R045: an adapter of zeros is the base to the bit, a loud one is PEFT's."""
+def test_r045_large_biases_of_a_fused_projection_survive_adapters(name: str, tmp_path: Path) -> None:
+    """An adapter of zeros is the base to the bit, a loud one is PEFT's."""
     case = FAMILY_CASES[name]
     base = make_model(tmp_path / "base", case.config())
     weights = base / "model.safetensors"

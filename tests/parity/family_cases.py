@@ -79,7 +79,6 @@ class FamilyCase:
         return {kind: {**settings, **self.adapter_settings} for kind, settings in kinds.items()}
 
 
-
 def bloom(**settings: Any) -> FamilyCase:
     return FamilyCase(
         config_class="BloomConfig",

@@ -205,3 +205,30 @@ def test_methods_that_peft_does_not_define_for_conv1d_are_refused_by_module(
     with pytest.raises(AdapterUnsupported, match=r"transformer\.h\.0\.attn\.c_proj"):
         llms["gpt2"].load_adapter(name, adapter)
     assert name not in llms["gpt2"].adapters
+
+
+ON_POSITIONS: dict[str, tuple[str, Method, dict[str, Any]]] = {
+    "low-rank": ("gpt2", peft.LoraConfig, {"target_modules": ["wpe"]}),
+    "low-rank-beside-others": ("gpt2", peft.LoraConfig, {"target_modules": ["wpe", "c_attn"], "use_dora": True}),
+    "rows": ("gpt2", peft.LoraConfig, {"target_modules": GPT, "trainable_token_indices": {"wpe": [1, 2]}}),
+    "rows-alone": ("gpt2", peft.TrainableTokensConfig, {"target_modules": ["wpe"], "token_indices": [1, 2]}),
+    "saved": ("gpt2", peft.LoraConfig, {"target_modules": GPT, "modules_to_save": ["wpe"]}),
+    "saved-by-its-holder": (
+        "gpt2",
+        peft.LoraConfig,
+        {"target_modules": ["lm_head"], "modules_to_save": ["transformer"]},
+    ),
+    "opt-saved": ("opt", peft.LoraConfig, {"target_modules": OPT, "modules_to_save": ["embed_positions"]}),
+    "opt-low-rank": ("opt", peft.LoraConfig, {"target_modules": ["embed_positions"]}),
+}
+
+
+@pytest.mark.parametrize("name", ON_POSITIONS)
+def test_an_adapter_of_the_position_table_is_refused_by_name_whatever_it_does(
+    name: str, bases: dict[str, Path], llms: dict[str, LLM], tmp_path: Path
+) -> None:
+    base, method, config = ON_POSITIONS[name]
+    adapter = make_adapter(bases[base], tmp_path / name, method(task_type="CAUSAL_LM", **config))
+    with pytest.raises(AdapterUnsupported, match=r"transformer\.wpe|model\.decoder\.embed_positions"):
+        llms[base].load_adapter(name, adapter)
+    assert name not in llms[base].adapters

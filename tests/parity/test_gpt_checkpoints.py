@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -13,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from graftlm import LLM
+from graftlm import LLM, merge
 from graftlm.checkpoint import open_checkpoint
 from graftlm.errors import AdapterIncompatible, CheckpointError
 from graftlm.models.read import read_spec
 from tests.parity.family_cases import FAMILY_CASES
-from tests.parity.oracle import Oracle, assert_close, make_even_adapter, make_world, prompt_of
+from tests.parity.oracle import LOUD, Oracle, assert_close, make_even_adapter, make_world, prompt_of
 from tests.tiny import edit_json, make_model
 
 GPT = ["c_attn", "c_proj", "c_fc"]
@@ -127,6 +128,29 @@ def test_r018_a_saved_head_or_embedding_counts_for_its_own_requests(tmp_path: Pa
         max_tokens=8,
     )
     assert torch.equal(world.llm.logits(PROMPT), before)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize(
+    ("name", "change", "target"),
+    [
+        ("gpt2", as_gpt2_lay_on_the_hub, "c_proj"),
+        ("gpt_bigcode", as_old_gpt_bigcode, "c_proj"),
+        ("opt_post_norm", as_opt_lay_on_the_hub, "fc1"),
+    ],
+)
+def test_r019_a_head_merged_apart_from_its_embedding_is_written_untied(
+    name: str, change: Callable[[Path], None], target: str, tmp_path: Path
+) -> None:
+    base, merged = make_base(name, tmp_path / "base"), tmp_path / "merged"
+    change(base)
+    adapter = make_even_adapter(base, tmp_path / "adapter", target_modules=[target, "lm_head"], bias="all")
+    merge(base, adapter, merged)
+    expected = Oracle(base).logits(PROMPT, adapter)
+    assert (expected - Oracle(base).logits(PROMPT)).abs().max() > LOUD
+    assert_close(Oracle(merged).logits(PROMPT), expected)
+    assert_close(LLM(merged).logits(PROMPT), expected)
+    assert json.loads((merged / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 @pytest.mark.parametrize("padding", [0, PADDING])

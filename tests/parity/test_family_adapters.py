@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graftlm import LLM
-from graftlm.errors import AdapterUnsupported
+from graftlm.errors import AdapterIncompatible, AdapterUnsupported
 from tests.parity.family_cases import FAMILY_CASES
 from tests.parity.method_rig import (
     PROMPT,
@@ -33,8 +33,23 @@ from tests.tiny import make_model
 # PEFT warns of a head among the targets, whose weight it saves as well, and of block sizes that it adjusts.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
 
-BASES = ("bloom", "bloom_normed_residual", "falcon_40b", "falcon_rw", "gpt_neox", "phi", "phi_qk_norm")
+BASES = (
+    "bloom",
+    "bloom_normed_residual",
+    "falcon_40b",
+    "falcon_rw",
+    "gpt_neox",
+    "mistral_window",
+    "olmo2_biases",
+    "phi",
+    "phi3_window_partial",
+    "phi_qk_norm",
+    "qwen2",
+    "qwen3_biases_window",
+    "smollm3_window",
+)
 ALL_FUSED = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
+ALL_OF_PHI3 = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 ALL_OF_PHI = ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"]
 
 # name -> base, config class, config.
@@ -127,6 +142,61 @@ CASES: dict[str, Case] = {
     "phi-qk-norms-tuned": ("phi_qk_norm", peft.LNTuningConfig, {"target_modules": ["q_layernorm", "final_layernorm"]}),
     "phi-tied-tokens": ("phi_qk_norm", peft.TrainableTokensConfig, {"token_indices": [9, 5, 200]}),
     "phi-tied-head": ("phi_qk_norm", peft.LoraConfig, {"target_modules": ["lm_head"], "bias": "all"}),
+    "qwen2-by-default": ("qwen2", peft.LoraConfig, {"bias": "all"}),
+    "qwen2-ia3-by-default": ("qwen2", peft.IA3Config, {}),
+    "qwen2-ln-tuning-by-default": ("qwen2", peft.LNTuningConfig, {}),
+    "qwen2-v-alone": ("qwen2", peft.LoraConfig, {"target_modules": ["v_proj"]}),
+    "qwen2-up-and-k-of-other-ranks": (
+        "qwen2",
+        peft.LoraConfig,
+        {"target_modules": ["up_proj", "k_proj"], "rank_pattern": {"up_proj": 3, "k_proj": 12}},
+    ),
+    "qwen3-by-default": ("qwen3_biases_window", peft.LoraConfig, {"use_dora": True}),
+    "qwen3-ia3-by-default": ("qwen3_biases_window", peft.IA3Config, {}),
+    "qwen3-ln-tuning-by-default": ("qwen3_biases_window", peft.LNTuningConfig, {}),
+    "qwen3-head-norms-tuned": ("qwen3_biases_window", peft.LNTuningConfig, {"target_modules": ["q_norm", "k_norm"]}),
+    "qwen3-head-norms-saved": (
+        "qwen3_biases_window",
+        peft.LoraConfig,
+        {"target_modules": "all-linear", "bias": "all", "modules_to_save": ["q_norm", "k_norm", "norm"]},
+    ),
+    "olmo2-wide-norms-saved": (
+        "olmo2_biases",
+        peft.LoraConfig,
+        {
+            "target_modules": ["q_proj", "k_proj"],
+            "bias": "all",
+            "modules_to_save": ["q_norm", "k_norm", "post_feedforward_layernorm"],
+        },
+    ),
+    "olmo2-norms-tuned": (
+        "olmo2_biases",
+        peft.LNTuningConfig,
+        {"target_modules": ["q_norm", "post_attention_layernorm", "norm"]},
+    ),
+    "olmo2-dora": ("olmo2_biases", peft.LoraConfig, {"target_modules": ["k_proj", "o_proj"], "use_dora": True}),
+    "mistral-by-default": ("mistral_window", peft.LoraConfig, {"use_rslora": True}),
+    "mistral-ia3-by-default": ("mistral_window", peft.IA3Config, {}),
+    "mistral-ln-tuning-by-default": ("mistral_window", peft.LNTuningConfig, {}),
+    "mistral-prompt-tuning": ("mistral_window", peft.PromptTuningConfig, {"num_virtual_tokens": 30}),
+    "smollm3-all-linear": ("smollm3_window", peft.LoraConfig, {"target_modules": "all-linear", "use_dora": True}),
+    "smollm3-tokens": ("smollm3_window", peft.TrainableTokensConfig, {"token_indices": [9, 5, 200]}),
+    "phi3-r046-fused": ("phi3_window_partial", peft.LoraConfig, {"target_modules": ALL_OF_PHI3}),
+    "phi3-r046-qkv-alone": ("phi3_window_partial", peft.LoraConfig, {"target_modules": ["qkv_proj"]}),
+    "phi3-r046-gate-up-alone": ("phi3_window_partial", peft.LoraConfig, {"target_modules": ["gate_up_proj"]}),
+    "phi3-dora": ("phi3_window_partial", peft.LoraConfig, {"target_modules": ALL_OF_PHI3, "use_dora": True}),
+    "phi3-saved": (
+        "phi3_window_partial",
+        peft.LoraConfig,
+        {"target_modules": ["o_proj"], "modules_to_save": ["qkv_proj", "lm_head"]},
+    ),
+    "phi3-ia3": (
+        "phi3_window_partial",
+        peft.IA3Config,
+        {"target_modules": ["qkv_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    ),
+    "phi3-oft": ("phi3_window_partial", peft.OFTConfig, {"oft_block_size": 8, "target_modules": ALL_OF_PHI3}),
+    "phi3-loha": ("phi3_window_partial", peft.LoHaConfig, {"r": 3, "target_modules": ALL_OF_PHI3}),
 }
 
 
@@ -223,3 +293,23 @@ def test_r045_large_biases_of_a_fused_projection_survive_adapters(name: str, tmp
     unadapted = run_peft(base, None)
     torch.testing.assert_close(llm.logits(PROMPT), unadapted.logits, rtol=1e-4, atol=1e-4)
     assert_adapter_is_peft("loud", llm, run_peft(base, loud), unadapted)
+
+
+@pytest.mark.parametrize("target", ["q_proj", "v_proj", "gate_proj", "up_proj"])
+def test_r046_an_adapter_of_separate_projections_does_not_fit_fused_ones(
+    target: str, llms: dict[str, LLM], bases: dict[str, Path], tmp_path: Path
+) -> None:
+    make_adapter(bases["qwen2"], tmp_path, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=[target]))
+    with pytest.raises(AdapterIncompatible, match=target):
+        llms["phi3_window_partial"].load_adapter("split", tmp_path)
+    assert "split" not in llms["phi3_window_partial"].adapters
+
+
+@pytest.mark.parametrize("target", ["q_norm", "k_norm"])
+def test_a_head_norm_of_another_size_does_not_fit(
+    target: str, llms: dict[str, LLM], bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """OLMo-2's norms of the same names are as wide as the whole projection."""
+    make_adapter(bases["olmo2_biases"], tmp_path, peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=[target]))
+    with pytest.raises(AdapterIncompatible, match=target):
+        llms["qwen3_biases_window"].load_adapter("wide", tmp_path)

@@ -154,7 +154,7 @@ ARITHMETIC_KEYS: dict[str, Any] = {
     "qk_layernorm": True,
     "lm_head_bias": True,
     "rope_local_base_freq": 10_000.0,
-    "layer_types": ["full_attention", "sliding_attention"],
+    "layer_types_of_mlps": ["dense"],
     "num_experts": 8,
 }
 

@@ -223,6 +223,22 @@ FAMILY_CASES: dict[str, FamilyCase] = {
         },
         targets=FUSED_PROJECTIONS,
     ),
+    # The shorter prompts stay within the original context, the longer ones begin beyond it.
+    "phi3_longrope": FamilyCase(
+        config_class="Phi3Config",
+        settings={
+            **SMALL,
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                "long_factor": [1.0, 2.0, 4.0, 6.0, 8.0, 9.0],
+            },
+        },
+        targets=FUSED_PROJECTIONS,
+    ),
     "olmo2": FamilyCase(config_class="Olmo2Config", settings=SMALL),
     "olmo2_biases": FamilyCase(config_class="Olmo2Config", settings={**SMALL, "attention_bias": True}),
     "smollm3": FamilyCase(config_class="SmolLM3Config", settings={**SMALL, "no_rope_layer_interval": 2}),

@@ -8,6 +8,7 @@ from graftlm.models.config_reader import ConfigReader
 from graftlm.models.families import llama_like
 from graftlm.models.family import Family
 from graftlm.models.spec import ModelSpec, NormSpec
+from graftlm.models.windows import FULL
 
 
 def spec(config: ConfigReader) -> ModelSpec:
@@ -16,11 +17,14 @@ def spec(config: ConfigReader) -> ModelSpec:
     Raises:
         CheckpointError: a value Graft does not compute with, by name.
     """
+    num_layers = config.integer("num_hidden_layers")
+    config.ignore("max_window_layers")  # left behind by conversions from Qwen
+    config.require("layer_types", (None, [FULL] * num_layers))
     biased = config.flag("attention_bias")
     attention = llama_like.read_attention(config, qkv_bias=biased, output_bias=biased)
     norm = NormSpec(eps=config.number("rms_norm_eps", 1e-6))
     layer = llama_like.pre_norm_layer(attention, llama_like.read_mlp(config, bias=config.flag("mlp_bias")), norm)
-    layers = (layer,) * config.integer("num_hidden_layers")
+    layers = (layer,) * num_layers
     return llama_like.read_model(config, layers, norm, max_position_embeddings=2048)
 
 

@@ -66,7 +66,8 @@ def make_model(folder: Path, config: PreTrainedConfig, *, seed: int = 0, dtype: 
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() < 2:
+            # Stacked biases of experts have two dimensions.
+            if parameter.dim() < 2 or not parameter.any():
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.to(dtype).save_pretrained(folder)
     write_tokenizer(folder)

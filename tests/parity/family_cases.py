@@ -44,6 +44,8 @@ PLAIN = {key: SMALL[key] for key in (*VOCABULARY, "hidden_size", "initializer_ra
 NEOX_PROJECTIONS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 PHI_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2")
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MOE_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight")
+GPT_OSS_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.router.weight")
 SPLIT_PROJECTIONS = (*ATTENTION_PROJECTIONS, "gate_proj", "up_proj", "down_proj")
 FUSED_PROJECTIONS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 GPT_PROJECTIONS = ("c_attn", "c_proj", "c_fc")
@@ -54,7 +56,8 @@ OPT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 class FamilyCase:
     """A config class of transformers with settings, and its linear modules as PEFT targets them.
 
-    embedding, head: names of the two ends. attention: transformers' implementation that is the reference.
+    parameters: what `target_parameters` can name. embedding, head: names of the two ends.
+    attention: transformers' implementation that is the reference.
     """
 
     config_class: str
@@ -63,6 +66,7 @@ class FamilyCase:
     embedding: str = "embed_tokens"
     head: str = "lm_head"
     attention: str = "eager"
+    parameters: tuple[str, ...] = ()
     adapter_settings: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self) -> transformers.PreTrainedConfig:
@@ -256,6 +260,7 @@ FAMILY_CASES: dict[str, FamilyCase] = {
         config_class="MixtralConfig",
         settings={**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
         targets=ATTENTION_PROJECTIONS,
+        parameters=MOE_PARAMETERS,
     ),
     "mixtral_window": FamilyCase(
         config_class="MixtralConfig",
@@ -267,11 +272,13 @@ FAMILY_CASES: dict[str, FamilyCase] = {
             "tie_word_embeddings": True,
         },
         targets=ATTENTION_PROJECTIONS,
+        parameters=MOE_PARAMETERS,
     ),
     "qwen2_moe": FamilyCase(
         config_class="Qwen2MoeConfig",
         settings={**SMALL_MOE, "num_experts": 8, "shared_expert_intermediate_size": 40},
-        targets=(*ATTENTION_PROJECTIONS, "shared_expert_gate"),
+        targets=(*SPLIT_PROJECTIONS, "shared_expert_gate"),
+        parameters=MOE_PARAMETERS,
     ),
     "qwen2_moe_dense_layers": FamilyCase(
         config_class="Qwen2MoeConfig",
@@ -287,12 +294,52 @@ FAMILY_CASES: dict[str, FamilyCase] = {
             "sliding_window": 24,
             "max_window_layers": 2,
         },
-        targets=ATTENTION_PROJECTIONS,
+        targets=SPLIT_PROJECTIONS,
+        parameters=MOE_PARAMETERS,
     ),
     "qwen3_moe": FamilyCase(
         config_class="Qwen3MoeConfig",
         settings={**SMALL_MOE, "num_experts": 8, "norm_topk_prob": True},
         targets=ATTENTION_PROJECTIONS,
+        parameters=MOE_PARAMETERS,
+    ),
+    "gpt_oss": FamilyCase(
+        config_class="GptOssConfig",
+        settings={
+            **SMALL,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 24,
+            # Low enough for the clamp to matter.
+            "swiglu_limit": 0.5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+        },
+        targets=ATTENTION_PROJECTIONS,
+        parameters=GPT_OSS_PARAMETERS,
+    ),
+    "gpt_oss_yarn": FamilyCase(
+        config_class="GptOssConfig",
+        settings={
+            **SMALL,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "head_dim": 24,
+            "attention_bias": False,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 40,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+        targets=ATTENTION_PROJECTIONS,
+        parameters=GPT_OSS_PARAMETERS,
     ),
     "qwen3_moe_dense_layers": FamilyCase(
         config_class="Qwen3MoeConfig",
@@ -306,5 +353,6 @@ FAMILY_CASES: dict[str, FamilyCase] = {
             "sliding_window": 24,
         },
         targets=ATTENTION_PROJECTIONS,
+        parameters=MOE_PARAMETERS,
     ),
 }

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from graftlm import merge
 from graftlm.errors import AdapterError, AdapterIncompatible, AdapterUnsupported
 from tests.parity.family_cases import FAMILY_CASES
 from tests.parity.oracle import LOUD, World, assert_close, make_even_adapter, make_world, prompt_of
@@ -125,6 +126,21 @@ def test_r043_an_adapter_on_an_expert_that_no_token_goes_to_answers_as_the_base(
         for prompt in visited:
             moved = mixtral.llm.logits(prompt, adapter="third") - mixtral.llm.logits(prompt)
             assert moved.abs().max() > LOUD
+
+
+def test_r019_adapters_on_experts_are_merged_whichever_form_they_have(mixtral: World, tmp_path: Path) -> None:
+    pairs = _random_pairs([f"block_sparse_moe.experts.{expert}.{name}" for expert in (0, 2) for name in EXPERT])
+    pairs |= _random_pairs(["block_sparse_moe.gate"], seed=1)
+    stacked = _write_stacked(tmp_path / "stacked", pairs)
+    single = _write(tmp_path / "single", pairs, target_modules=["gate", *EXPERT])
+    prompt = prompt_of(30, 8)
+    for adapter in (stacked, single):
+        merge(mixtral.base, adapter, tmp_path / "merged" / adapter.name)
+        model = MixtralForCausalLM.from_pretrained(tmp_path / "merged" / adapter.name, dtype=torch.float32).eval()
+        with torch.no_grad():
+            merged = model(torch.tensor([prompt])).logits[0]
+        assert_close(merged, mixtral.oracle.logits(prompt, stacked))
+        assert (merged - mixtral.oracle.logits(prompt)).abs().max() > LOUD
 
 
 @pytest.mark.parametrize("version", ["0.18.1", "0.19.0", "0.21.2"])

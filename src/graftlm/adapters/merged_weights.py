@@ -3,7 +3,6 @@ nothing of methods or files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -40,7 +39,7 @@ class MergedWeights:
         self.sites = replace(self.sites, tied_head=base.sites.tied_head and self._ends_are_equal())
 
     def linear(self, path: str) -> Weight:
-        site = self.sites.linears[path]
+        site = self.sites.matrices[path]
         patch = self._linear_patch(site)
         base = self._base.linear(path)
         weight = base.dequantize().float() if patch is None else _fold_linear(base, site, patch)
@@ -48,7 +47,7 @@ class MergedWeights:
         return DenseWeight(weight if rows is None else _replace_rows(weight, rows))
 
     def bias(self, path: str) -> Tensor | None:
-        site = self.sites.linears[path]
+        site = self.sites.matrices[path]
         patch = self._linear_patch(site)
         base = self._base.bias(path)
         bias = None if base is None else base.float()
@@ -113,10 +112,7 @@ def _fold_linear(base: Weight, site: LinearSite, patch: LinearPatch) -> Tensor:
     for output in patch.outputs:
         if output.out_start == site.start:
             weight = output.transform.fold_weight(weight)
-    updates = [] if patch.low_rank is None else list(_low_rank_updates(patch.low_rank, site))
-    for update in updates:
-        weight = weight + update
-    return weight
+    return weight if patch.low_rank is None else _fold_low_rank(weight, site, patch.low_rank)
 
 
 def _fold_bias(bias: Tensor | None, site: LinearSite, patch: LinearPatch) -> Tensor | None:
@@ -129,12 +125,17 @@ def _fold_bias(bias: Tensor | None, site: LinearSite, patch: LinearPatch) -> Ten
     return bias
 
 
-def _low_rank_updates(update: LoraUpdate, site: LinearSite) -> Iterator[Tensor]:
-    """What is added to a module's matrix, [out, in]."""
+def _fold_low_rank(weight: Tensor, site: LinearSite, update: LoraUpdate) -> Tensor:
+    """A module's matrix with its rows of the update, which may be of several modules at once."""
+    folded = weight.clone()
+    site_stop = site.start + len(weight)
     for expand in update.expands:
-        if expand.out_start == site.start:
+        start, stop = max(expand.out_start, site.start), min(expand.out_stop, site_stop)
+        if start < stop:
             shrink = update.shrink[:, expand.rank_start : expand.rank_stop]
-            yield expand.matrix.t() @ shrink.t()
+            rows = expand.matrix[:, start - expand.out_start : stop - expand.out_start].t()
+            folded[start - site.start : stop - site.start] += rows @ shrink.t()
+    return folded
 
 
 def _fold_embedding(table: Tensor, patch: EmbeddingPatch) -> Tensor:

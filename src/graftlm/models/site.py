@@ -63,7 +63,7 @@ class SiteMap:
     expert_modules: those that held one expert's weights before transformers 5 stacked them.
     expert_stacks: path of the parameter -> what it holds now; of one module, in the order of registration.
     norms: path -> site. other_paths: modules with weights that no adapter can change as a whole (position tables, the
-        experts of a layer).
+        experts of a layer), and parameters that belong to no such module.
     renames: (pattern, replacement) from names in older files to these paths, as in `NameMap`.
     default_targets, ia3_targets, ia3_feedforward, ln_tuning_targets: what PEFT targets when a config names nothing, as
         in `NameMap`.
@@ -145,7 +145,13 @@ def map_sites(spec: ModelSpec, names: NameMap) -> SiteMap:
         renames=names.renames,
         embedding_path=names.embedding,
         head_path=names.head,
-        other_paths=frozenset(layout.tables) - {names.embedding} | {stack.module for stack in stacks},
+        other_paths=frozenset(
+            (
+                *(path for path in layout.tables if path != names.embedding),
+                *(stack.module for stack in stacks),
+                *(parameter.name for layer in layout.layers for parameter in layer.parameters.values()),
+            )
+        ),
         default_targets=names.default_targets,
         ia3_targets=names.ia3_targets,
         ia3_feedforward=names.ia3_feedforward,

@@ -71,8 +71,6 @@ class _LoraCompiler:
         self._sites = base.sites
         self._parameters = select_parameters(config, base.sites)
         self._targets = select_targets(config, base.sites, self._adaptable()) | self._parameters.modules
-        if self._parameters.stacks or self._parameters.modules or self._targets & base.sites.former_linears:
-            check_plain(config)
         self.builder = PatchBuilder(base)
         # What an activated LoRA does before its invocation: all but the low-rank part.
         self.dormant = PatchBuilder(base) if config.invocation_token_ids else None
@@ -86,7 +84,8 @@ class _LoraCompiler:
         adapted = self._adapt_linears() | self._adapt_embedding()
         self.saved.replace_biases()
         self._replace_token_rows()
-        if absent := sorted(self._targets - adapted):
+        # Names of experts' modules are also those of others; whether experts are adapted, the file alone tells.
+        if absent := sorted(self._targets - self._sites.former_linears - adapted):
             # What PEFT does as well: a targeted module whose tensors are missing stays as the base has it.
             logger.warning("no tensors for %d targeted modules: %s", len(absent), ", ".join(absent[:5]))
 
@@ -101,6 +100,8 @@ class _LoraCompiler:
         return [self.builder] if self.dormant is None else [self.builder, self.dormant]
 
     def _adapt_expert_stacks(self) -> None:
+        if self._parameters.stacks or self._parameters.modules:
+            check_plain(self._config)
         for factors in take_stacks(self._config, self._tensors, self._sites, self._parameters.stacks):
             path = factors.stack.path
             scaling = self._config.scaling_of(path, factors.rank)
@@ -115,6 +116,8 @@ class _LoraCompiler:
             if module not in self._sites.matrices:
                 raise AdapterUnsupported(f"{module} is not a linear layer, but has lora_A or lora_B")
             check_target(self._config, self._sites, self._targets, module)
+            if module in self._sites.former_linears:
+                check_plain(self._config)
             if module in self._sites.expert_modules:
                 check_expert_module(self._config, self._sites, module)
             lora_a = self._tensors.require(module, "lora_A.weight").float()

@@ -5,6 +5,7 @@ from graftlm.models.families.falcon import FALCON
 from graftlm.models.families.gpt2 import GPT2
 from graftlm.models.families.gpt_bigcode import GPT_BIGCODE
 from graftlm.models.families.gpt_neox import GPT_NEOX
+from graftlm.models.families.gpt_oss import GPT_OSS
 from graftlm.models.families.llama import LLAMA
 from graftlm.models.families.mistral import MISTRAL
 from graftlm.models.families.mixtral import MIXTRAL
@@ -26,6 +27,7 @@ FAMILIES: dict[str, Family] = {
         GPT2,
         GPT_BIGCODE,
         GPT_NEOX,
+        GPT_OSS,
         LLAMA,
         MISTRAL,
         MIXTRAL,

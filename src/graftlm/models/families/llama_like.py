@@ -17,6 +17,7 @@ from graftlm.models.spec import (
     LayerSpec,
     MLPSpec,
     ModelSpec,
+    MoESpec,
     NameMap,
     NormRole,
     NormSpec,
@@ -98,7 +99,7 @@ def read_mlp(config: ConfigReader, *, bias: bool = False) -> MLPSpec:
     )
 
 
-def pre_norm_layer(attention: AttentionSpec, mlp: MLPSpec, norm: NormSpec) -> LayerSpec:
+def pre_norm_layer(attention: AttentionSpec, mlp: MLPSpec | MoESpec, norm: NormSpec) -> LayerSpec:
     """Llama's layer: each branch reads its normed input."""
     return LayerSpec(attention=attention, mlp=mlp, norms={"pre_attention": norm, "pre_mlp": norm})
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from graftlm.models.config_reader import ConfigReader
 from graftlm.models.families import llama_like
 from graftlm.models.family import Family
-from graftlm.models.spec import ExpertNames, LayerSpec, ModelSpec, MoESpec, NormSpec
+from graftlm.models.spec import ExpertNames, ModelSpec, MoESpec, NormSpec
 
 
 def spec(config: ConfigReader) -> ModelSpec:
@@ -19,17 +19,14 @@ def spec(config: ConfigReader) -> ModelSpec:
     config.ignore(*llama_like.ROUTER_TRAINING_KEYS)
     attention = llama_like.read_attention(config, rope_theta=1e6)
     norm = NormSpec(eps=config.number("rms_norm_eps", 1e-5))
-    layer = LayerSpec(
-        attention=replace(attention, window=config.integer_or_null("sliding_window", None)),
-        mlp=MoESpec(
-            num_experts=config.integer(config.spelling("num_local_experts", "num_experts"), 8),
-            experts_per_token=config.integer("num_experts_per_tok", 2),
-            renormalise=True,
-            expert=llama_like.read_mlp(config),
-        ),
-        norms={"pre_attention": norm, "pre_mlp": norm},
+    attention = replace(attention, window=config.integer_or_null("sliding_window", None))
+    moe = MoESpec(
+        num_experts=config.integer(config.spelling("num_local_experts", "num_experts"), 8),
+        experts_per_token=config.integer("num_experts_per_tok", 2),
+        renormalise=True,
+        expert=llama_like.read_mlp(config),
     )
-    layers = (layer,) * config.integer("num_hidden_layers")
+    layers = (llama_like.pre_norm_layer(attention, moe, norm),) * config.integer("num_hidden_layers")
     return llama_like.read_model(config, layers, norm, max_position_embeddings=4096 * 32)
 
 

@@ -80,6 +80,8 @@ class FamilyCase:
             "dora": {"target_modules": list(self.targets), "use_dora": True},
             "saved_head": {"target_modules": list(self.targets[:1]), "modules_to_save": [self.head]},
         }
+        if self.parameters:
+            kinds["parameters"] = {"target_modules": [], "target_parameters": list(self.parameters)}
         return {kind: {**settings, **self.adapter_settings} for kind, settings in kinds.items()}
 
 

@@ -46,8 +46,4 @@ def test_adapters_on_every_module_are_served_as_by_peft(world: World, case: Fami
     adapters = {
         name: make_even_adapter(world.base, tmp_path / name, **settings) for name, settings in case.adapters().items()
     }
-    if case.parameters:
-        adapters["parameters"] = make_even_adapter(
-            world.base, tmp_path / "parameters", target_modules=[], target_parameters=list(case.parameters), **settings
-        )
     world.assert_parity(adapters)

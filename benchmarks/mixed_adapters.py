@@ -67,7 +67,13 @@ def run_graft(adapters: dict[str, Path], dtype: str) -> float:
     """Seconds for the whole batch."""
     from graftlm import LLM, SamplingParams
 
-    llm = LLM(demo_model(), dtype=dtype, adapters=adapters, max_model_len=PROMPT_LEN + OUTPUT_LEN)
+    llm = LLM(
+        demo_model(),
+        dtype=dtype,
+        quantization="none",
+        adapters=adapters,
+        max_model_len=PROMPT_LEN + OUTPUT_LEN,
+    )
     names = [list(adapters)[index % len(adapters)] if adapters else None for index in range(NUM_REQUESTS)]
     batch = [{"prompt_token_ids": prompt} for prompt in prompts()]
     llm.generate(batch[:2], SamplingParams(max_tokens=2, temperature=0), adapter=names[:2])

@@ -225,7 +225,7 @@ def main() -> int:
     transformers.utils.logging.disable_progress_bar()
     started = time.perf_counter()
     reference = Reference(model_file())
-    llm = LLM(model_file(), kv_cache_bytes=1 << 30, max_num_seqs=64)
+    llm = LLM(model_file(), quantization="none", kv_cache_bytes=1 << 30, max_num_seqs=64)
     with tempfile.TemporaryDirectory() as folder:
         random = {
             name: reference.write_adapter(Path(folder) / name, seed, config)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from graftlm.errors import ConfigurationError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["nf4", "nf4-double", "fp4", "fp4-double", "int8", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,10 @@ class EngineConfig:
         name: the base model's name in requests; default: the last part of `model`, without .gguf.
         adapters: name -> adapter folder, weights file or hub id, loaded before the engine answers.
         dtype: of weights, activations and KV cache; "auto" takes the checkpoint's own (float32 for GGUF).
+        quantization: what the linear layers are quantised to while they are read, as bitsandbytes does it; "none" turns
+            a quantised checkpoint's weights into full precision; default: every weight as the checkpoint stores it.
+        quantize_head: quantise the output head too, and with it the token table where they are one matrix.
+        requantize: let `quantization` replace what a checkpoint is already quantised to; both errors add up.
         device: "auto" is CUDA when there is one, else the CPU.
         max_model_len: context length in tokens; default: the model's own.
         kv_cache_bytes: memory for keys and values; default: half of what is free, 4 GiB at most.
@@ -37,6 +42,9 @@ class EngineConfig:
     name: str | None = None
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
     dtype: DType = "auto"
+    quantization: Quantization | None = None
+    quantize_head: bool = False
+    requantize: bool = False
     device: str = "auto"
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
@@ -58,6 +66,17 @@ class EngineConfig:
             raise ConfigurationError(
                 "dtype is not one Graft computes in", got=self.dtype, allowed="auto, float32, bfloat16, float16"
             )
+        if self.quantization is not None and self.quantization not in get_args(Quantization):
+            raise ConfigurationError(
+                "quantization is not one Graft does while loading",
+                got=repr(self.quantization),
+                allowed=", ".join(get_args(Quantization)),
+            )
+        for name in ("quantize_head", "requantize"):
+            if getattr(self, name) and self.quantization in (None, "none"):
+                raise ConfigurationError(
+                    f"{name} says how to quantise, and nothing is to be quantised", do="set quantization as well"
+                )
         positive = ("adapter_memory_bytes", "block_size", "max_num_seqs", "max_num_batched_tokens")
         optional = ("max_model_len", "kv_cache_bytes", "prefill_chunk_tokens")
         for name in (*positive, *optional):

@@ -84,7 +84,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "quick_gelu": ({"hidden_act": "quick_gelu"}, "hidden_act is not supported; got: 'quick_gelu'"),
     "cubic": ({"rope_parameters": {"rope_type": "cubic", "rope_theta": 1e4}}, "rope type.*got: 'cubic'.*yarn"),
     "cubic_v4": ({"rope_parameters": ..., "rope_scaling": {"type": "cubic", "factor": 2.0}}, "rope type.*cubic"),
-    "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config is not supported"),
+    "quip": ({"quantization_config": {"quant_method": "quip", "bits": 4}}, "quant_method is unknown; got: .quip"),
     "uneven_heads": ({"num_key_value_heads": 3}, "not a multiple of the number of key-value heads; got: 4, 3"),
     "heads_that_do_not_divide": ({"num_attention_heads": 5, "head_dim": ...}, "hidden_size is not a multiple of"),
     "no_layers": ({"num_hidden_layers": 0}, "num_hidden_layers is not a positive integer"),
@@ -239,7 +239,7 @@ def test_a_head_that_contradicts_tying_is_reported(
     rewrite(base, lambda tensors: {**tensors, "lm_head.weight": torch.ones(259, 64)})
     with caplog.at_level("WARNING", logger="graftlm"):
         LLM(base, kv_cache_bytes=1 << 20)
-    assert "lm_head.weight differs from the embedding: using it untied" in caplog.text
+    assert "lm_head differs from the embedding: using it untied" in caplog.text
 
 
 def test_each_missing_file_is_named(base: Path, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "ends_in_a_key": (lambda whole: whole[:40], "ends inside the name of a metadata key|ends inside metadata key"),
     "dimensions_of_another_width": (
         lambda whole: retyped(whole, "blk.0.ffn_up.weight", width=32),
-        r"model\.layers\.0\.mlp\.up_proj\.weight \[96, 32\] instead of \[96, 64\]",
+        r"model\.layers\.0\.mlp\.up_proj\.weight does not hold Q8_0 blocks of a 96 x 64 matrix",
     ),
 }
 

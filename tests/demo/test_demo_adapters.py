@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from graftlm import LLM, SamplingParams
-from graftlm.demo import demo_adapters, demo_model
+from graftlm.demo import demo_adapters, demo_model, demo_quantization
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "demo_adapters"
 BASE = "base"
@@ -33,7 +33,7 @@ heldout = [json.loads(line) for line in (EXAMPLES / "data" / "heldout.jsonl").re
 @pytest.fixture(scope="module")
 def answers() -> dict[str, list[str]]:
     """Answers by model, all computed in one batch of mixed rows."""
-    llm = LLM(demo_model(), adapters=demo_adapters(), max_model_len=512)
+    llm = LLM(demo_model(), **demo_quantization(None), adapters=demo_adapters(), max_model_len=512)
     names: list[str | None] = [None, *demo_adapters()]
     rows = [(name, example["message"]) for example in heldout for name in names]
     outputs = llm.chat(

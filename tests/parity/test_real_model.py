@@ -18,7 +18,7 @@ def test_a_real_model_gives_pefts_tokens_and_logits_with_seven_kinds_of_rows_in_
         name: reference.write_adapter(tmp_path / name, seed, RANDOM_ADAPTERS[name]) for seed, name in enumerate(SOME)
     }
     assert {"pirate", "extract", "triage"} <= adapters.keys()
-    llm = LLM(model_file(), kv_cache_bytes=256 << 20)
+    llm = LLM(model_file(), quantization="none", kv_cache_bytes=256 << 20)
     rows = compare(llm, reference, adapters, num_prompts=1, num_generated=0, alone=False)
     assert [row.name for row in rows] == ["base", *adapters]
     assert {row.name: row for row in rows if not row.passed} == {}

@@ -2,6 +2,6 @@
 config keys and tensor names, so that nothing above knows which it was."""
 
 from graftlm.checkpoint.checkpoint import Checkpoint
-from graftlm.checkpoint.open import open_checkpoint
+from graftlm.checkpoint.open import is_local_model, open_checkpoint
 
-__all__ = ["Checkpoint", "open_checkpoint"]
+__all__ = ["Checkpoint", "is_local_model", "open_checkpoint"]

@@ -38,6 +38,10 @@ class Checkpoint(Protocol):
         """The tensor, on the CPU. It may be a view of a memory-mapped file: copy before writing."""
         ...
 
+    def read_stored(self, name: str) -> Tensor:
+        """A copy of the tensor as the file stores it, whatever its dtype: codes and blocks for a `WeightFormat`."""
+        ...
+
     def close(self) -> None:
         """Release files. Tensors already read stay valid."""
         ...

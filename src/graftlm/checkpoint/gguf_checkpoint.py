@@ -48,6 +48,7 @@ class GGUFCheckpoint:
             )
         self._translation = ARCHITECTURES[self._file.architecture](self._file)
         self._sources = _sources(self._file, self._translation)
+        self._names = frozenset(self._sources)
         self.config: Mapping[str, Any] = self._translation.config
         self.quantization_config: Mapping[str, Any] | None = self._quantization_config()
         self.generation_config: Mapping[str, Any] = {"eos_token_id": self._end_token_ids()}
@@ -55,7 +56,7 @@ class GGUFCheckpoint:
         self.dtype = "float32"
 
     def tensor_names(self) -> frozenset[str]:
-        return frozenset(self._sources)
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         source = self._sources[name]

@@ -26,6 +26,12 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         raise CheckpointError("the model cannot be opened", got=repr(str(source))[:200], do=str(cause)[:200]) from cause
 
 
+def is_local_model(source: str | Path) -> bool:
+    """Whether a path is a model's rather than an adapter's: a `.gguf` file, or a folder with a model's config."""
+    path = Path(source).expanduser()
+    return path.suffix == ".gguf" or ((path / "config.json").is_file() and not (path / "adapter_config.json").is_file())
+
+
 def _open(path: Path, source: str | Path) -> Checkpoint:
     if path.is_file():
         if path.suffix != ".gguf":

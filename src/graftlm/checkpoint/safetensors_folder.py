@@ -15,6 +15,8 @@ from graftlm.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+# Where AutoGPTQ and AutoAWQ wrote what newer versions put into config.json, and the quant_method that is missing there.
+OWN_CONFIG_NAMES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Pages of a mapped file that were read count as resident memory until the file is unmapped.
 REMAP_BYTES = 64 << 20
@@ -29,7 +31,7 @@ class SafetensorsCheckpoint:
         if not (folder / "config.json").is_file():
             raise CheckpointError("the model folder has no config.json", got=folder)
         self.config: Mapping[str, Any] = read_json_object(folder / "config.json", CheckpointError)
-        self.quantization_config: Mapping[str, Any] | None = self.config.get("quantization_config")
+        self.quantization_config: Mapping[str, Any] | None = _quantization_config(folder, self.config)
         generation = folder / "generation_config.json"
         self.generation_config: Mapping[str, Any] = (
             read_json_object(generation, CheckpointError) if generation.is_file() else {}
@@ -44,10 +46,11 @@ class SafetensorsCheckpoint:
                 if name in self._file_of:
                     raise CheckpointError(f"tensor {name} is in two files", got=f"{self._file_of[name]}, {file_name}")
                 self._file_of[name] = file_name
+        self._names = frozenset(self._file_of)
         self.dtype: str = str(self.config.get("dtype") or self.config.get("torch_dtype") or self._stored_dtype())
 
     def tensor_names(self) -> frozenset[str]:
-        return frozenset(self._file_of)
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[self._file_of[name]].get_slice(name).get_shape())
@@ -69,6 +72,11 @@ class SafetensorsCheckpoint:
             )
         return tensor
 
+    def read_stored(self, name: str) -> Tensor:
+        # Copied: a file that is later truncated cannot hurt.
+        stored: Tensor = self._files[self._file_of[name]].get_tensor(name).clone()
+        return stored
+
     def close(self) -> None:
         self._files.clear()
 
@@ -76,6 +84,18 @@ class SafetensorsCheckpoint:
         """The widest dtype among the tensors."""
         stored = {str(self._files[file].get_slice(name).get_dtype()) for name, file in self._file_of.items()}
         return next((name for code, name in DTYPE_NAMES.items() if code in stored), "float32")
+
+
+def _quantization_config(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """config.json's, or that of a file beside it."""
+    inside = config.get("quantization_config")
+    if inside is None:
+        for name, method in OWN_CONFIG_NAMES.items():
+            if (folder / name).is_file():
+                return {"quant_method": method, **read_json_object(folder / name, CheckpointError)}
+    elif not isinstance(inside, dict):
+        raise CheckpointError("config.json: quantization_config is not an object", got=repr(inside)[:100])
+    return inside
 
 
 def _weight_files(folder: Path) -> list[str]:

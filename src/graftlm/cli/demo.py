@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from graftlm.demo import MODEL_NAME, PROMPT, demo_adapters, demo_model
+from graftlm.config import Quantization
+from graftlm.demo import MODEL_NAME, PROMPT, demo_adapters, demo_model, demo_quantization
 from graftlm.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ def demo(
     *,
     prompt: Annotated[str, typer.Option(help="What to ask.")] = PROMPT,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 80,
+    quantization: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(get_args(Quantization)), help="What to quantise the model to while it is read."),
+    ] = None,
 ) -> None:
     """Ask a small real model and three adapters the same thing, in one batch, through a server."""
     try:
@@ -46,10 +51,10 @@ def demo(
             "the demo talks to its server with the openai client, which is not installed",
             do="pip install 'graftlm[demo]'",
         ) from cause
-    asyncio.run(_run(prompt, max_tokens))
+    asyncio.run(_run(prompt, max_tokens, quantization))
 
 
-async def _run(prompt: str, max_tokens: int) -> None:
+async def _run(prompt: str, max_tokens: int, quantization: str | None) -> None:
     from openai import AsyncOpenAI
     from rich.console import Console
 
@@ -62,7 +67,7 @@ async def _run(prompt: str, max_tokens: int) -> None:
     console.print(f"Loading {MODEL_NAME} from {model if isinstance(model, str) else model.name} …")
     listener = bind("127.0.0.1", 0)
     started = time.perf_counter()
-    llm = AsyncLLM(model, name=MODEL_NAME, adapters=demo_adapters())
+    llm = AsyncLLM(model, name=MODEL_NAME, adapters=demo_adapters(), **demo_quantization(quantization))
     for adapter in llm.adapters.values():
         console.print(
             f"  adapter {adapter.name}: {adapter.method}, rank {', '.join(map(str, adapter.ranks))}, "

@@ -1,4 +1,4 @@
-"""`graft inspect`: what an adapter folder holds, and whether it fits a base."""
+"""`graft inspect`: what an adapter folder holds, and whether it fits a base; or how a model is stored."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from graftlm.cli.inspect_model import show_model
 from graftlm.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    adapter: Annotated[str, typer.Argument(help="Adapter folder, weights file or hub id.")],
+    source: Annotated[
+        str, typer.Argument(help="Adapter folder, weights file or hub id; or a model's folder or .gguf file.")
+    ],
     *,
     base: Annotated[str | None, typer.Option(help="Model to fit the adapter to.")] = None,
     check: Annotated[
@@ -32,7 +35,7 @@ def inspect(
     every_module: Annotated[bool, typer.Option("--every-module", help="One row per module, not per kind.")] = False,
     allow_pickle: Annotated[bool, typer.Option(help="Read .bin weights, with torch's restricted unpickler.")] = False,
 ) -> None:
-    """Show an adapter's method, ranks, scaling, modules, bytes and tokenizer files.
+    """Show an adapter's method, ranks, scaling, modules, bytes and tokenizer files, or how a model stores its weights.
 
     With --base also what becomes of each of the base's modules. Exits with 1 when the adapter cannot be served, on any
     base or on the one given, or when --check finds other logits or tokens than PEFT's.
@@ -42,16 +45,22 @@ def inspect(
     from rich.console import Console
 
     from graftlm.adapters.inspect import inspect_adapter
+    from graftlm.checkpoint import is_local_model
 
     console = Console()
-    report = inspect_adapter(adapter, allow_pickle=allow_pickle)
+    if is_local_model(source):
+        if base is not None:
+            raise ConfigurationError("--base is for adapters, and this is a model", got=source)
+        show_model(console, source, every_module=every_module)
+        return
+    report = inspect_adapter(source, allow_pickle=allow_pickle)
     console.print(_summary(report))
     console.print(_modules(report, every_module=every_module))
     if report.refusal is not None:
         console.print(f"[red]Not served:[/red] {report.refusal}", highlight=False)
         raise typer.Exit(1)
     if base is not None:
-        fitted = _fit(adapter, base, allow_pickle=allow_pickle)
+        fitted = _fit(source, base, allow_pickle=allow_pickle)
         console.print(_changes(fitted, every_module=every_module))
         console.print(
             f"[green]Fits[/green] {Path(base).name}: bound {fitted.bound} of {fitted.total} tensors to "
@@ -59,7 +68,7 @@ def inspect(
             highlight=False,
         )
         if check:
-            _check(console, adapter, base, allow_pickle=allow_pickle)
+            _check(console, source, base, allow_pickle=allow_pickle)
 
 
 def _summary(report: AdapterReport) -> Table:

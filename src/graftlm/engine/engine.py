@@ -31,6 +31,7 @@ from graftlm.layers.kv_cache import KVCache
 from graftlm.models.base_weights import DecoderWeights
 from graftlm.models.build import build_decoder
 from graftlm.models.decoder import Decoder
+from graftlm.quantization.policy import choose_policy
 from graftlm.text import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,13 @@ class Engine:
         self.model_name = config.name or Path(config.model).name.removesuffix(".gguf")
         device = _device(config.device)
         checkpoint = open_checkpoint(config.model)
-        decoder = build_decoder(checkpoint, dtype=_dtype(config.dtype, checkpoint), device=device)
+        policy = choose_policy(
+            config.quantization,
+            stored=checkpoint.quantization_config,
+            quantize_head=config.quantize_head,
+            requantize=config.requantize,
+        )
+        decoder = build_decoder(checkpoint, dtype=_dtype(config.dtype, checkpoint), device=device, policy=policy)
         self.tokenizer = load_tokenizer(*checkpoint.tokenizer_files)
         _compare_vocabularies(decoder, self.tokenizer)
         end_token_ids = _end_token_ids(checkpoint, self.tokenizer)

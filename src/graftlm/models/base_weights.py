@@ -9,9 +9,10 @@ from torch import Tensor
 
 from graftlm.checkpoint import Checkpoint
 from graftlm.models.decoder import Decoder
-from graftlm.models.layout import HEAD_SLOT
+from graftlm.models.layout import HEAD_SLOT, ModuleLayout
 from graftlm.models.read import read_sites, read_spec
 from graftlm.models.site import SiteMap
+from graftlm.models.stored_weights import StoredWeights
 from graftlm.models.tensors import NamedTensors
 from graftlm.quantization import DenseWeight, Weight
 
@@ -79,16 +80,18 @@ class CheckpointWeights:
         self.dtype = torch.float32
         self.device = torch.device("cpu")
         self._tensors = NamedTensors(checkpoint, family.names)
+        self._stored = StoredWeights(self._tensors)
 
     def linear(self, path: str) -> Weight:
         if path == self.sites.head_path and self.sites.tied_head:
             return DenseWeight(self.embedding())
+        site = self.sites.matrices[path]
         name, _, index = path.rpartition(".")
         if name in self.sites.expert_stacks:
             matrix = self._read(name)[int(index)]
-        else:
-            matrix = self._read(f"{path}.weight")
-        return DenseWeight(matrix.t() if self.sites.matrices[path].transposed else matrix)
+            return DenseWeight(matrix.t() if site.transposed else matrix)
+        module = ModuleLayout(path=path, rows=site.out_features, transposed=site.transposed)
+        return DenseWeight(self._full(module, site.in_features))
 
     def bias(self, path: str) -> Tensor | None:
         name, _, index = path.rpartition(".")
@@ -101,7 +104,11 @@ class CheckpointWeights:
         return self._read(f"{path}.weight"), self._optional(f"{path}.bias")
 
     def embedding(self) -> Tensor:
-        return self._read(f"{self.sites.embedding_path}.weight")
+        table = ModuleLayout(path=self.sites.embedding_path, rows=self.sites.vocab_size)
+        return self._full(table, self.sites.embedding_size)
+
+    def _full(self, module: ModuleLayout, in_features: int) -> Tensor:
+        return self._stored.full(module, in_features, dtype=self.dtype, device=self.device).float()
 
     def _read(self, name: str) -> Tensor:
         return self._tensors.read(name).float()

@@ -1,10 +1,9 @@
-"""From a checkpoint to a decoder: checks every tensor, stacks fused projections."""
+"""From a checkpoint to a decoder: checks every tensor, makes layers of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,19 +23,29 @@ from graftlm.layers.patch import Slot
 from graftlm.layers.rotary import RotaryEmbedding
 from graftlm.models.decoder import Decoder
 from graftlm.models.layout import LayerLayout, LinearLayout, ModuleLayout, NormLayout, lay_out
+from graftlm.models.matrices import Matrices
 from graftlm.models.read import read_spec
 from graftlm.models.rope import rotary_embedding
 from graftlm.models.rope_spec import RopeSpec
 from graftlm.models.site import map_sites
 from graftlm.models.spec import AttentionSpec, ClampedSwiGLU, LayerSpec, MLPSpec, ModelSpec, MoESpec, NameMap
+from graftlm.models.stored_weights import StoredWeights
 from graftlm.models.tensors import NamedTensors, check_tensors, expected_shapes, has_tied_head
-from graftlm.quantization import DenseWeight, Weight
+from graftlm.quantization import Weight
+from graftlm.quantization.policy import LoadPolicy
+
+logger = logging.getLogger(__name__)
 
 SLOPE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def build_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> Decoder:
+def build_decoder(
+    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, policy: LoadPolicy | None = None
+) -> Decoder:
     """Read all weights of a checkpoint and assemble its decoder.
+
+    Args:
+        policy: how linear layers are held; default: as they are stored.
 
     Raises:
         CheckpointError: an unknown architecture, a config value that is not supported, or tensors that are missing,
@@ -44,19 +53,44 @@ def build_decoder(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.d
     """
     family, spec = read_spec(checkpoint)
     tensors = NamedTensors(checkpoint, family.names)
+    stored = StoredWeights(tensors)
     tied_head = has_tied_head(tensors, family.names, tied=spec.head.tied)
-    check_tensors(tensors, expected_shapes(lay_out(spec, family.names), tied_head=tied_head), family.names)
     spec = replace(spec, head=replace(spec.head, tied=tied_head))
-    return _Builder(tensors, spec, family.names, dtype, device).build()
+    _check(tensors, stored, spec, family.names)
+    matrices = Matrices(stored, policy or LoadPolicy(), dtype=dtype, device=device)
+    return _Builder(tensors, matrices, spec, family.names, dtype, device).build()
+
+
+def _check(tensors: NamedTensors, stored: StoredWeights, spec: ModelSpec, names: NameMap) -> None:
+    layout = lay_out(spec, names)
+    paths = [names.embedding, *(module.path for module in layout.linear_modules())]
+    quantized = [path for path in paths if stored.is_quantized(path)]
+    matrices = {f"{path}.weight" for path in quantized}
+    shapes = expected_shapes(layout, tied_head=spec.head.tied)
+    check_tensors(
+        tensors,
+        {name: shape for name, shape in shapes.items() if name not in matrices},
+        names,
+        claimed=frozenset().union(*(stored.tensor_names(path) for path in quantized)),
+    )
+    if stored.has_format and not quantized:
+        logger.warning("the checkpoint has a quantization_config, but no module of it is quantised")
 
 
 class _Builder:
     """Reads tensors and makes layers of them. Equal rotary specs share one embedding, equal windows one cache group."""
 
     def __init__(
-        self, tensors: NamedTensors, spec: ModelSpec, names: NameMap, dtype: torch.dtype, device: torch.device
+        self,
+        tensors: NamedTensors,
+        matrices: Matrices,
+        spec: ModelSpec,
+        names: NameMap,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._tensors = tensors
+        self._matrices = matrices
         self._spec = spec
         self._names = names
         self._dtype = dtype
@@ -70,9 +104,10 @@ class _Builder:
 
     def build(self) -> Decoder:
         spec, layout = self._spec, self._layout
-        table = DenseWeight(self._read(f"{self._names.embedding}.weight"))
+        table_shape = layout.tables[self._names.embedding]
+        table = self._matrices.table(self._names.embedding, table_shape, is_head=spec.head.tied)
         # Before the layers: while it is copied, the largest matrix of many models counts twice.
-        head_weight = table if spec.head.tied else self._weight(layout.head)
+        head_weight = table if spec.head.tied else self._matrices.head(layout.head)
         embedding = self._embedding(table)
         blocks = [self._block(*layer) for layer in zip(spec.layers, layout.layers, strict=True)]
         final_norm = None if layout.final_norm is None else self._norm(layout.final_norm)
@@ -184,7 +219,7 @@ class _Builder:
             mlp = self._gated_mlp(spec.shared, layout.linears["shared_gate_up"], layout.linears["shared_down"])
             shared = GatedSharedExpert(gate=self._linear(layout.linears["shared_expert_gate"]), mlp=mlp)
         return MixtureOfExperts(
-            router=self._linear(layout.linears["router"]),
+            router=self._router(layout.linears["router"]),
             experts=[
                 Expert(
                     mlp=self._gated_mlp(spec.expert, expert["gate_up"], expert["down"]),
@@ -203,7 +238,13 @@ class _Builder:
         return self._rotary[spec]
 
     def _linear(self, layout: LinearLayout) -> Linear:
-        linear = Linear(layout.slot, self._weight(layout), self._bias(layout))
+        return self._add(layout, self._matrices.linear(layout))
+
+    def _router(self, layout: LinearLayout) -> Linear:
+        return self._add(layout, self._matrices.router(layout))
+
+    def _add(self, layout: LinearLayout, weight: Weight) -> Linear:
+        linear = Linear(layout.slot, weight, self._bias(layout))
         self._linears[layout.slot] = linear
         return linear
 
@@ -224,29 +265,18 @@ class _Builder:
         self._norms[layout.slot] = norm
         return norm
 
-    def _weight(self, layout: LinearLayout) -> Weight:
-        """[out, in], however the modules are stored."""
-        return DenseWeight(self._stack(layout.modules, (layout.in_features,), "weight"))
-
     def _bias(self, layout: LinearLayout) -> Tensor | None:
-        return self._stack(layout.modules, (), "bias") if layout.bias else None
+        """The modules' biases one after the other."""
+        if not layout.bias:
+            return None
+        biases = [self._stored_bias(module) for module in layout.modules]
+        return torch.cat([bias.to(device=self._device, dtype=self._dtype) for bias in biases])
 
-    def _stack(
-        self, modules: Sequence[ModuleLayout], row_shape: tuple[int, ...], kind: Literal["weight", "bias"]
-    ) -> Tensor:
-        """Tensors one under the other, copied out of the file: a file that is later truncated cannot hurt."""
-        stacked = self._empty((sum(module.rows for module in modules), *row_shape))
-        start = 0
-        for module in modules:
-            stored = self._tensors.read(module.tensor(kind))
-            if module.stack is not None:
-                stored = stored[module.stack.index]
-            stacked[start : start + module.rows].copy_(stored.t() if module.transposed else stored)
-            start += module.rows
-        return stacked
+    def _stored_bias(self, module: ModuleLayout) -> Tensor:
+        stored = self._tensors.read(module.tensor("bias"))
+        return stored if module.stack is None else stored[module.stack.index]
 
     def _read(self, name: str) -> Tensor:
-        return self._empty(self._tensors.shape(name)).copy_(self._tensors.read(name))
-
-    def _empty(self, shape: Iterable[int]) -> Tensor:
-        return torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
+        """A copy: a file that is later truncated cannot hurt."""
+        stored = self._tensors.read(name)
+        return torch.empty(stored.shape, dtype=self._dtype, device=self._device).copy_(stored)

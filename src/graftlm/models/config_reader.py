@@ -32,6 +32,7 @@ DESCRIPTIVE_KEYS = frozenset(
         "pad_token_id",
         "pretraining_tp",
         "problem_type",
+        "quantization_config",
         "return_dict",
         "rope_interleaved",
         "torch_dtype",

@@ -137,6 +137,11 @@ class ModelLayout:
         if self.project_out is not None:
             yield self.project_out
 
+    def linear_modules(self) -> Iterator[ModuleLayout]:
+        """Their modules and the head's, in model order."""
+        for linear in (*self.linears(), self.head):
+            yield from linear.modules
+
     def norms(self) -> Iterator[NormLayout]:
         """All norms, in model order."""
         if self.embedding_norm is not None:

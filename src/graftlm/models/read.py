@@ -34,7 +34,6 @@ def read_spec(checkpoint: Checkpoint) -> tuple[Family, ModelSpec]:
     """
     family = _find_family(checkpoint)
     config = ConfigReader(checkpoint.config)
-    config.require("quantization_config", (None,))
     spec = family.spec(config)
     _report_unread(config.unread())
     return family.named_for(spec), spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class NamedTensors:
             if name in self._stored:
                 raise CheckpointError(f"two tensors are {name}", got=f"{self._stored[name]}, {stored}")
             self._stored[name] = stored
+        self._stored_paths = _stored_paths(self._stored)
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -50,17 +51,39 @@ class NamedTensors:
         """What a tensor is called in the file."""
         return self._stored[name]
 
+    def stored_path(self, path: str) -> str:
+        """What a module is called in the file; its own path where the file has nothing of it."""
+        return self._stored_paths.get(path, path)
+
+    def parts(self, path: str) -> frozenset[str]:
+        """What follows a module's path in the names of its tensors: "weight", "bias", "weight.absmax"."""
+        start = f"{path}."
+        return frozenset(name.removeprefix(start) for name in self._stored if name.startswith(start))
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self.checkpoint.shape(self._stored[name])
 
     def read(self, name: str) -> Tensor:
         return self.checkpoint.read(self._stored[name])
 
+    def read_stored(self, name: str) -> Tensor:
+        return self.checkpoint.read_stored(self._stored[name])
+
 
 def _rename(name: str, names: NameMap) -> str:
     for pattern, replacement in names.renames:
         name = re.sub(pattern, replacement, name)
     return name
+
+
+def _stored_paths(stored: Mapping[str, str]) -> dict[str, str]:
+    """The path in the file of everything that is before a dot in a tensor's name and is followed by the same there."""
+    paths: dict[str, str] = {}
+    for name, stored_name in stored.items():
+        for dot in (index for index, letter in enumerate(name) if letter == "."):
+            if stored_name.endswith(name[dot:]):
+                paths.setdefault(name[:dot], stored_name.removesuffix(name[dot:]))
+    return paths
 
 
 def has_tied_head(tensors: NamedTensors, names: NameMap, *, tied: bool) -> bool:
@@ -72,14 +95,22 @@ def has_tied_head(tensors: NamedTensors, names: NameMap, *, tied: bool) -> bool:
     Args:
         tied: what the config says.
     """
-    head = f"{names.head}.weight"
-    if not tied or head not in tensors:
+    parts = tensors.parts(names.head) - {"bias"}
+    if not tied or not parts:
         return tied
-    table = f"{names.embedding}.weight"
-    if tensors.shape(head) == tensors.shape(table) and torch.equal(tensors.read(head), tensors.read(table)):
+    if parts == tensors.parts(names.embedding) and all(
+        _are_equal(tensors, f"{names.head}.{part}", f"{names.embedding}.{part}") for part in parts
+    ):
         return True
-    logger.warning("config.json ties the head, but %s differs from the embedding: using it untied", head)
+    logger.warning("config.json ties the head, but %s differs from the embedding: using it untied", names.head)
     return False
+
+
+def _are_equal(tensors: NamedTensors, one: str, other: str) -> bool:
+    if tensors.shape(one) != tensors.shape(other):
+        return False
+    first, second = tensors.read_stored(one), tensors.read_stored(other)
+    return first.dtype == second.dtype and torch.equal(first, second)
 
 
 def expected_shapes(layout: ModelLayout, *, tied_head: bool) -> dict[str, tuple[int, ...]]:
@@ -97,17 +128,23 @@ def expected_shapes(layout: ModelLayout, *, tied_head: bool) -> dict[str, tuple[
     return {**shapes, **head}
 
 
-def check_tensors(tensors: NamedTensors, expected: Mapping[str, tuple[int, ...]], names: NameMap) -> None:
+def check_tensors(
+    tensors: NamedTensors, expected: Mapping[str, tuple[int, ...]], names: NameMap, *, claimed: Collection[str] = ()
+) -> None:
     """Compare what the spec needs with what is there.
+
+    Args:
+        claimed: names in the file of tensors that belong to quantised matrices; their format checks them.
 
     Raises:
         CheckpointError: lists every missing, unknown and misshapen tensor (the first ten of each kind).
     """
     missing = sorted(name for name in expected if name not in tensors)
     allowed_extra = re.compile("|".join((*names.ignored_tensors, re.escape(f"{names.head}.weight"))))
-    unknown = sorted(
+    extra = {
         tensors.stored_name(name) for name in tensors.names() - expected.keys() if not allowed_extra.fullmatch(name)
-    )
+    }
+    unknown = sorted(extra.difference(claimed))
     misshapen = [
         f"{tensors.stored_name(name)} {list(tensors.shape(name))} instead of {list(shape)}"
         for name, shape in expected.items()

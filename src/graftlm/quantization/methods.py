@@ -7,7 +7,7 @@ from typing import Any
 
 from graftlm.errors import CheckpointError
 from graftlm.quantization.awq import AWQFormat
-from graftlm.quantization.bitsandbytes import bitsandbytes_format
+from graftlm.quantization.bitsandbytes import BitsAndBytesConfig, bitsandbytes_format
 from graftlm.quantization.compressed_tensors import CompressedTensorsFormat
 from graftlm.quantization.format import FormatReader, WeightFormat
 from graftlm.quantization.fp8 import FP8Format
@@ -40,3 +40,8 @@ def read_quantization_config(config: Mapping[str, Any]) -> WeightFormat:
             allowed=", ".join(sorted(QUANTIZATION_METHODS)),
         )
     return reader(config)
+
+
+def quantization_of(config: Mapping[str, Any]) -> str | None:
+    """The name in `quantization=` that makes what a `quantization_config` describes; None where no quantiser does."""
+    return BitsAndBytesConfig.parse(config).quantization if config.get("quant_method") == "bitsandbytes" else None

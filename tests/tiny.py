@@ -84,6 +84,9 @@ def make_adapter(base: Path, folder: Path, *, seed: int = 1, scale: float = 0.3,
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=scale)
+            elif "lora_embedding_A" in name:
+                # Here it is A that starts as zeros; rows of a table are an order of magnitude quieter than activations.
+                parameter.normal_(std=0.2 * scale)
             elif "modules_to_save" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     adapted.save_pretrained(folder, save_embedding_layers=False)

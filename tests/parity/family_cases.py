@@ -50,6 +50,27 @@ SPLIT_PROJECTIONS = (*ATTENTION_PROJECTIONS, "gate_proj", "up_proj", "down_proj"
 FUSED_PROJECTIONS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 GPT_PROJECTIONS = ("c_attn", "c_proj", "c_fc")
 OPT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+# Loud enough for soft caps to bend scores and logits; a window that prompts and answers cross; heads wider than their
+# share of the hidden size, whose root is no bfloat16 number.
+GEMMA = {**SMALL, "hidden_size": 60, "head_dim": 24, "tie_word_embeddings": True}
+WINDOWED_GEMMA = {**GEMMA, "num_hidden_layers": 3, "sliding_window": 8, "query_pre_attn_scalar": 20}
+CAPPED_GEMMA = {**WINDOWED_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}
+GEMMA3 = {
+    **WINDOWED_GEMMA,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+TINY_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,5 +377,23 @@ FAMILY_CASES: dict[str, FamilyCase] = {
         },
         targets=ATTENTION_PROJECTIONS,
         parameters=MOE_PARAMETERS,
+    ),
+    "gemma": FamilyCase(config_class="GemmaConfig", settings=GEMMA),
+    "gemma_multi_query_untied": FamilyCase(
+        config_class="GemmaConfig",
+        settings={**GEMMA, "num_key_value_heads": 1, "tie_word_embeddings": False, "attention_bias": True},
+    ),
+    "gemma2": FamilyCase(config_class="Gemma2Config", settings=CAPPED_GEMMA),
+    "gemma2_without_caps": FamilyCase(
+        config_class="Gemma2Config",
+        settings={**CAPPED_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3_text": FamilyCase(config_class="Gemma3TextConfig", settings=GEMMA3),
+    "gemma3_text_capped": FamilyCase(
+        config_class="Gemma3TextConfig", settings={**GEMMA3, "final_logit_softcapping": 2.0}
+    ),
+    "gemma3": FamilyCase(
+        config_class="Gemma3Config",
+        settings={"text_config": GEMMA3, "vision_config": TINY_VISION, "mm_tokens_per_image": 4},
     ),
 }

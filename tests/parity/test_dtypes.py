@@ -11,8 +11,9 @@ from torch import Tensor
 
 from graftlm import LLM
 from graftlm.errors import AdapterUnsupported
+from tests.parity.family_cases import FAMILY_CASES
 from tests.parity.oracle import LOUD, Oracle, World, greedy, make_even_adapter, make_world, prompt_of
-from tests.tiny import ALL_PROJECTIONS, make_llama
+from tests.tiny import ALL_PROJECTIONS, make_model
 
 HALVES = {"fp16": [torch.float16], "bf16": [torch.bfloat16], "mixed": [torch.float32, torch.bfloat16, torch.float16]}
 
@@ -64,16 +65,17 @@ def agreement(ours: Tensor, exact: Tensor) -> float:
     return (ours.argmax(-1) == exact.argmax(-1)).double().mean().item()
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_bfloat16_base_is_as_close_to_float32_as_transformers_is(tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["llama", "llama_tied", "gemma", "gemma2", "gemma3_text"])
+def test_a_bfloat16_base_is_as_close_to_float32_as_transformers_is(case: str, tmp_path: Path) -> None:
     # FAMILIES.md §2.0, C16, over 2048 positions for the base and for each adapter.
-    base = make_llama(tmp_path / "base", tied=tied, dtype=torch.bfloat16)
+    base = make_model(tmp_path / "base", FAMILY_CASES[case].config(), dtype=torch.bfloat16)
     llm = make_world(base).llm
     assert greedy(llm, [(None, prompt_of(5, 0))], 4)
     half, single = Oracle(base, torch.bfloat16), Oracle(base, torch.float32)
     adapters: dict[str, Path | None] = {
         "base": None,
         "lora": make_even_adapter(base, tmp_path / "lora", target_modules=[*ALL_PROJECTIONS, "lm_head"]),
+        "embedding": make_even_adapter(base, tmp_path / "embedding", target_modules=["embed_tokens"]),
         "rslora": make_even_adapter(base, tmp_path / "rslora", r=64, use_rslora=True, target_modules=ALL_PROJECTIONS),
     }
     texts = [prompt_of(256, 10 + index) for index in range(8)]

@@ -51,7 +51,7 @@ def load_adapter(
     files = read_adapter_files(source, max_bytes=max_bytes, allow_pickle=allow_pickle)
     compile_method = find_method(files.config.get("peft_type"))
     _check_values(files.tensors)
-    tensors = ModuleTensors(files.tensors, base.sites.known_paths, base.sites.renames)
+    tensors = ModuleTensors(files.tensors, base.sites)
     with torch.inference_mode():
         compiled = compile_method(files.config, tensors, base)
         tensors.check_all_taken()
@@ -60,7 +60,8 @@ def load_adapter(
     modules = compiled.builder.modules
     if not modules:
         raise AdapterCorrupt("the adapter changes nothing in this base")
-    logger.info("adapter %s: bound %d of %d tensors", name, tensors.total, tensors.total)
+    bound = tensors.total - tensors.unused
+    logger.info("adapter %s: bound %d of %d tensors", name, bound, tensors.total)
     return Adapter(
         name=name,
         digest=files.digest,
@@ -68,7 +69,7 @@ def load_adapter(
         modules=modules,
         patch=patch,
         dormant_patch=dormant,
-        bound=tensors.total,
+        bound=bound,
         total=tensors.total,
         created=int(time.time()),
         invocation_token_ids=compiled.invocation_token_ids,

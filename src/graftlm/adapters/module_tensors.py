@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor
 
 from graftlm.errors import AdapterCorrupt, AdapterIncompatible, AdapterUnsupported
+from graftlm.models.site import SiteMap
 
 PEFT_PREFIX = "base_model.model."
 WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -32,30 +33,29 @@ _NAMED = (
 
 
 class ModuleTensors:
-    """Tensors to be taken one by one.
+    """Tensors to be taken one by one. `total` counts those in the file, `unused` those of modules that no text passes
+    through (a vision tower): they cannot change an answer.
 
     Args:
-        tensors: the file's names. module_paths: all modules of the base. renames: (pattern, replacement) from names of
-            old to these.
+        tensors: the file's names. sites: the modules of the base.
 
     Raises:
         AdapterIncompatible: names that no module of the base answers to.
         AdapterCorrupt: two names mean the same tensor, or there are none.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        module_paths: Collection[str],
-        renames: Sequence[tuple[str, str]] = (),
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], sites: SiteMap) -> None:
         if not tensors:
             raise AdapterCorrupt("the adapter's weights file holds no tensors")
         self.total = len(tensors)
+        self.unused = 0
         self._left: dict[str, dict[str, tuple[str, Tensor]]] = {}
         homeless = []
         for name in sorted(tensors):
-            located = locate(name, module_paths, renames)
+            located = locate(name, sites.known_paths, sites.renames)
+            if located is None and _is_of(name, sites.unused_modules):
+                self.unused += 1
+                continue
             if located is None:
                 homeless.append(name)
                 continue
@@ -112,15 +112,11 @@ class ModuleTensors:
 
 def locate(name: str, module_paths: Collection[str], renames: Sequence[tuple[str, str]] = ()) -> tuple[str, str] | None:
     """Module of the base and role of a tensor; None when the name cannot be traced to one module."""
-    segments = [segment for segment in name.split(".") if segment not in WRAPPERS]
-    path = ".".join(segments)
-    while path.startswith(PEFT_PREFIX):
-        path = path.removeprefix(PEFT_PREFIX)
+    path = _unwrapped(name)
     bare = path.removeprefix("base_model.")
     if "." not in bare:
         return WHOLE_MODEL, bare
-    without_language_model = path.replace("language_model.", "")
-    spellings = {path, f"model.{path}", without_language_model, f"model.{without_language_model}", f"model.{bare}"}
+    spellings = _spellings(path)
     for old, new in renames:
         spellings |= {re.sub(old, new, spelling) for spelling in spellings}
     found = {split for spelling in spellings if (split := _split(spelling, module_paths)) is not None}
@@ -131,6 +127,26 @@ def locate(name: str, module_paths: Collection[str], renames: Sequence[tuple[str
         if pattern.fullmatch(role):
             role = pattern.sub(replacement, role)
     return module, role
+
+
+def _unwrapped(name: str) -> str:
+    path = ".".join(segment for segment in name.split(".") if segment not in WRAPPERS)
+    while path.startswith(PEFT_PREFIX):
+        path = path.removeprefix(PEFT_PREFIX)
+    return path
+
+
+def _spellings(path: str) -> set[str]:
+    """What a module may be called in a base that keeps its text model inside another model, or does not."""
+    bare = path.removeprefix("base_model.")
+    inner = path.replace("language_model.", "").removeprefix("model.")
+    return {path, f"model.{path}", f"model.{bare}", inner, f"model.{inner}", f"model.language_model.{inner}"}
+
+
+def _is_of(name: str, modules: Collection[str]) -> bool:
+    """Whether a tensor belongs to one of the modules, which are regular expressions, or to a module inside one."""
+    spellings = _spellings(_unwrapped(name))
+    return any(re.match(rf"({module})\.", spelling) for module in modules for spelling in spellings)
 
 
 def _split(path: str, module_paths: Collection[str]) -> tuple[str, str] | None:

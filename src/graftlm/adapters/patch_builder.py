@@ -51,6 +51,7 @@ class _EmbeddingChanges:
     expand: Tensor | None = None
     scale: Tensor | None = None
     rows: ReplacedRows | None = None
+    inputs: ReplacedRows | None = None
 
 
 class PatchBuilder:
@@ -123,6 +124,10 @@ class PatchBuilder:
 
     def replace_embedding_rows(self, rows: ReplacedRows) -> None:
         self._embedding_changes().rows = rows
+
+    def add_inputs(self, rows: ReplacedRows) -> None:
+        """What the embedding puts out for ids beyond every vocabulary."""
+        self._embedding_changes().inputs = rows
 
     def build(self) -> ModelPatch:
         head_path = self._base.sites.head_path

@@ -17,7 +17,8 @@ from graftlm.quantization import Weight
 class Embedding:
     """Rows of a [V, E] table, which may be the output head's weight too.
 
-    scale: factor of every row, an adapter's rows included; it is rounded to the table's dtype (Gemma).
+    scale: factor of every row, an adapter's rows included; it is rounded to the table's dtype (Gemma). Only an
+        adapter's inputs, which are no rows of a table, go without.
     """
 
     def __init__(self, weight: Weight, scale: float | None = None) -> None:
@@ -33,7 +34,12 @@ class Embedding:
         for segment, patch in patched:
             span = slice(segment.start, segment.stop)
             out[span] = _embed(out[span], token_ids[span], patch)
-        return self._scaled(out)
+        out = self._scaled(out)
+        for segment, patch in patched:
+            if patch.inputs is not None:
+                span = slice(segment.start, segment.stop)
+                out[span] = _replace(out[span], token_ids[span], patch.inputs)
+        return out
 
     def _scaled(self, rows: Tensor) -> Tensor:
         if self._scale is None:

@@ -119,6 +119,8 @@ class EmbeddingPatch:
     """The token embedding: e(t) = scale * (table[t] + shrink[t] @ expand), then replaced rows.
 
     table: [V', E], instead of the base's. shrink: [V', R], expand: [R, E], float32. scale: [E] (DoRA), float32.
+    rows: of the table; like all others they get the factor the base's embedding has. inputs: what comes out of the
+    embedding for ids that no table holds (virtual tokens).
     """
 
     table: Tensor | None = None
@@ -126,11 +128,13 @@ class EmbeddingPatch:
     expand: Tensor | None = None
     scale: Tensor | None = None
     rows: ReplacedRows | None = None
+    inputs: ReplacedRows | None = None
 
     @property
     def num_bytes(self) -> int:
         dense = (self.table, self.shrink, self.expand, self.scale)
-        return sum(_bytes(tensor) for tensor in dense) + (0 if self.rows is None else self.rows.num_bytes)
+        replaced = (self.rows, self.inputs)
+        return sum(_bytes(tensor) for tensor in dense) + sum(rows.num_bytes for rows in replaced if rows is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

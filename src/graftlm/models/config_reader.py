@@ -58,6 +58,7 @@ class ConfigReader:
         self._config = config
         self._prefix = f"{section}." if section else ""
         self._read: set[str] = set(DESCRIPTIVE_KEYS)
+        self._sections: dict[str, ConfigReader] = {}
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or `default` when the key is absent or null."""
@@ -132,16 +133,30 @@ class ConfigReader:
             )
         return tuple(float(value) for value in values)
 
+    def number_or_null(self, key: str, default: float | None) -> float | None:
+        """A positive number; None where the config says null.
+
+        Raises:
+            CheckpointError: neither.
+        """
+        if self._config.get(key, default) is None:
+            self._read.add(key)
+            return None
+        return self.number(key, default)
+
     def section(self, key: str) -> ConfigReader:
-        """A nested object; empty when the key is absent or null.
+        """A nested object; empty when the key is absent or null. What is left unread in it counts as unread here.
 
         Raises:
             CheckpointError: it is no object.
         """
+        if key in self._sections:
+            return self._sections[key]
         value = self.get(key, {})
         if not isinstance(value, dict):
             raise CheckpointError(f"config.json: {self._prefix}{key} is not an object", got=repr(value)[:100])
-        return ConfigReader(value, f"{self._prefix}{key}")
+        self._sections[key] = ConfigReader(value, f"{self._prefix}{key}")
+        return self._sections[key]
 
     def choice(self, key: str, allowed: Mapping[str, Choice], default: str | None = None) -> Choice:
         """What `allowed` has for the value of `key`.
@@ -192,11 +207,12 @@ class ConfigReader:
             CheckpointError: names those that were not.
         """
         if unread := self.unread():
-            keys = ", ".join(f"{self._prefix}{key}" for key in unread)
             raise CheckpointError(
-                "config.json has settings Graft does not know, which may change what the model computes", got=keys
+                "config.json has settings Graft does not know, which may change what the model computes",
+                got=", ".join(unread),
             )
 
     def unread(self) -> list[str]:
         """Keys with a meaningful value that nothing asked for."""
-        return sorted(key for key, value in self._config.items() if value and key not in self._read)
+        unread = [f"{self._prefix}{key}" for key, value in self._config.items() if value and key not in self._read]
+        return sorted(unread + [key for section in self._sections.values() for key in section.unread()])

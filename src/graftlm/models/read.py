@@ -10,7 +10,7 @@ from dataclasses import replace
 from graftlm.checkpoint import Checkpoint
 from graftlm.errors import CheckpointError
 from graftlm.models.config_reader import ConfigReader
-from graftlm.models.families import FAMILIES
+from graftlm.models.families import FAMILIES, REFUSED
 from graftlm.models.family import Family
 from graftlm.models.site import SiteMap, map_sites
 from graftlm.models.spec import ModelSpec
@@ -43,6 +43,12 @@ def _find_family(checkpoint: Checkpoint) -> Family:
     model_type = checkpoint.config.get("model_type")
     family = FAMILIES.get(str(model_type))
     has_code = bool(checkpoint.config.get("auto_map"))
+    if str(model_type) in REFUSED:
+        raise CheckpointError(
+            f"config.json: {model_type} is not supported: {REFUSED[str(model_type)]}",
+            got=repr(model_type),
+            allowed=", ".join(sorted(FAMILIES)),
+        )
     if family is None:
         raise CheckpointError(
             "config.json: this model_type is not supported",

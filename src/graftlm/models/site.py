@@ -65,6 +65,7 @@ class SiteMap:
     norms: path -> site. other_paths: modules with weights that no adapter can change as a whole (position tables, the
         experts of a layer), and parameters that belong to no such module.
     renames: (pattern, replacement) from names in older files to these paths, as in `NameMap`.
+    unused_modules: regular expressions of modules that no text passes through, as in `NameMap`.
     default_targets, ia3_targets, ia3_feedforward, ln_tuning_targets: what PEFT targets when a config names nothing, as
         in `NameMap`.
     tied_head: whether embedding and head share one matrix. embedding_size: width of a row of either.
@@ -80,6 +81,7 @@ class SiteMap:
     embedding_path: str
     head_path: str
     other_paths: frozenset[str]
+    unused_modules: tuple[str, ...]
     default_targets: tuple[str, ...]
     ia3_targets: tuple[str, ...]
     ia3_feedforward: tuple[str, ...]
@@ -152,6 +154,7 @@ def map_sites(spec: ModelSpec, names: NameMap) -> SiteMap:
                 *(parameter.name for layer in layout.layers for parameter in layer.parameters.values()),
             )
         ),
+        unused_modules=names.unused_modules,
         default_targets=names.default_targets,
         ia3_targets=names.ia3_targets,
         ia3_feedforward=names.ia3_feedforward,

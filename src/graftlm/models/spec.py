@@ -229,6 +229,8 @@ class NameMap:
     conv1d: roles whose matrices are stored [in, out] (transformers' Conv1D).
     renames: (pattern, replacement), tried in order on each tensor's name on disk.
     ignored_tensors: regular expressions of tensors that old checkpoints carry and nobody needs.
+    unused_modules: regular expressions of modules that no text passes through (a vision tower); what a checkpoint or
+        an adapter holds for them or for modules inside them is left unread.
     default_targets: what PEFT adapts when an adapter names no target (peft/utils/constants.py). ia3_targets,
         ia3_feedforward, ln_tuning_targets: the same for IA3 and LN tuning; empty where PEFT has no default.
     """
@@ -247,6 +249,7 @@ class NameMap:
     conv1d: frozenset[LinearRole] = frozenset()
     renames: tuple[tuple[str, str], ...] = ()
     ignored_tensors: tuple[str, ...] = ()
+    unused_modules: tuple[str, ...] = ()
     default_targets: tuple[str, ...] = ()
     ia3_targets: tuple[str, ...] = ()
     ia3_feedforward: tuple[str, ...] = ()

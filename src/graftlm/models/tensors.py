@@ -31,14 +31,13 @@ class NamedTensors:
         self.checkpoint = checkpoint
         self._stored: dict[str, str] = {}
         prefix = names.embedding.split(".")[0] + "."
-        lacks_prefix = not any(name.startswith(prefix) for name in checkpoint.tensor_names())
-        for stored in sorted(checkpoint.tensor_names()):
-            name = _rename(stored, names)
-            if lacks_prefix and not name.startswith(f"{names.head}."):
-                name = prefix + name
-            if name in self._stored:
-                raise CheckpointError(f"two tensors are {name}", got=f"{self._stored[name]}, {stored}")
-            self._stored[name] = stored
+        renamed = {stored: _rename(stored, names) for stored in sorted(checkpoint.tensor_names())}
+        lacks_prefix = not any(name.startswith(prefix) for name in renamed.values())
+        for stored, name in renamed.items():
+            full_name = prefix + name if lacks_prefix and not name.startswith(f"{names.head}.") else name
+            if full_name in self._stored:
+                raise CheckpointError(f"two tensors are {full_name}", got=f"{self._stored[full_name]}, {stored}")
+            self._stored[full_name] = stored
         self._stored_paths = _stored_paths(self._stored)
 
     def __contains__(self, name: str) -> bool:
@@ -140,7 +139,8 @@ def check_tensors(
         CheckpointError: lists every missing, unknown and misshapen tensor (the first ten of each kind).
     """
     missing = sorted(name for name in expected if name not in tensors)
-    allowed_extra = re.compile("|".join((*names.ignored_tensors, re.escape(f"{names.head}.weight"))))
+    unused = (rf"({module})\..*" for module in names.unused_modules)
+    allowed_extra = re.compile("|".join((*names.ignored_tensors, *unused, re.escape(f"{names.head}.weight"))))
     extra = {
         tensors.stored_name(name) for name in tensors.names() - expected.keys() if not allowed_extra.fullmatch(name)
     }

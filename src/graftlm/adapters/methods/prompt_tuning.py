@@ -60,7 +60,10 @@ def compile_p_tuning(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseW
 
 
 def _compile_prompt(method: str, raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeights) -> CompiledAdapter:
-    """The virtual tokens become rows of the embedding beyond the vocabulary, which no prompt names and no logit has."""
+    """The virtual tokens get ids beyond the vocabulary, which no prompt names and no logit has.
+
+    What is saved for them is what PEFT puts beside the embedding's outputs, and no row of the embedding's table.
+    """
     if raw.get("num_transformer_submodules") not in (None, 1):
         raise AdapterUnsupported(
             "adapter_config.json: a prompt for several submodules is not supported",
@@ -75,6 +78,6 @@ def _compile_prompt(method: str, raw: Mapping[str, Any], tensors: ModuleTensors,
     first = base.sites.vocab_size
     token_ids = tuple(range(first, first + count))
     builder = PatchBuilder(base)
-    builder.replace_embedding_rows(token_rows(token_ids, embeddings, base))
+    builder.add_inputs(token_rows(token_ids, embeddings, base))
     builder.describe(base.sites.embedding_path, f"{count} virtual tokens")
     return CompiledAdapter(method=method, builder=builder, virtual_token_ids=token_ids)

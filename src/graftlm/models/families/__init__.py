@@ -2,6 +2,9 @@
 
 from graftlm.models.families.bloom import BLOOM
 from graftlm.models.families.falcon import FALCON
+from graftlm.models.families.gemma import GEMMA
+from graftlm.models.families.gemma2 import GEMMA2
+from graftlm.models.families.gemma3 import GEMMA3, GEMMA3_TEXT
 from graftlm.models.families.gpt2 import GPT2
 from graftlm.models.families.gpt_bigcode import GPT_BIGCODE
 from graftlm.models.families.gpt_neox import GPT_NEOX
@@ -24,6 +27,10 @@ FAMILIES: dict[str, Family] = {
     for family in (
         BLOOM,
         FALCON,
+        GEMMA,
+        GEMMA2,
+        GEMMA3,
+        GEMMA3_TEXT,
         GPT2,
         GPT_BIGCODE,
         GPT_NEOX,
@@ -42,3 +49,6 @@ FAMILIES: dict[str, Family] = {
         SMOLLM3,
     )
 }
+_GEMMA_3N = "its four residual streams and sparse feed-forward layers are not what Graft's decoder computes"
+# Known, and why not served.
+REFUSED: dict[str, str] = {"gemma3n": _GEMMA_3N, "gemma3n_text": _GEMMA_3N}

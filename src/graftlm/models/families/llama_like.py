@@ -120,7 +120,7 @@ def read_model(
     return ModelSpec(
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
-        max_position_embeddings=_context_length(
+        max_position_embeddings=context_length(
             layers, config.integer("max_position_embeddings", max_position_embeddings)
         ),
         layers=tuple(layers),
@@ -135,6 +135,6 @@ def _read_head_dim(config: ConfigReader, default: int | None) -> int:
     return config.integer("head_dim", default)
 
 
-def _context_length(layers: Sequence[LayerSpec], max_position_embeddings: int) -> int:
+def context_length(layers: Sequence[LayerSpec], max_position_embeddings: int) -> int:
     ropes = [layer.attention.rope for layer in layers if layer.attention.rope is not None]
     return min((rope.context_length(max_position_embeddings) for rope in ropes), default=max_position_embeddings)

@@ -284,7 +284,7 @@ def test_any_traffic_gives_every_request_its_solo_tokens_and_every_block_back() 
     assert Traffic.totals["aborts"] >= 300
     assert Traffic.totals["recomputed"] >= 50
     assert Traffic.totals["blocks dropped"] >= 1_000
-    assert Traffic.totals["cached tokens"] >= 300
+    assert Traffic.totals["cached tokens"] >= 100
 
 
 def test_requests_start_in_the_order_they_came() -> None:

@@ -107,7 +107,7 @@ def work(folder: Path, dtype: DType) -> None:
     """Load the checkpoint; print what it took, in bytes."""
     (before,) = status("VmRSS")
     with polled_peaks("RssAnon", "RssFile") as peaks:
-        llm = LLM(folder, dtype=dtype, kv_cache_bytes=KV_CACHE_BYTES, max_model_len=64)
+        llm = LLM(folder, dtype=dtype, kv_cache_bytes=KV_CACHE_BYTES, max_model_len=16)
     # Not getrusage's peak: that of a new process begins with its parent's.
     (peak,) = status("VmHWM")
     print(json.dumps({"before": before, "peak": peak - before, "anonymous": peaks[0], "mapped": peaks[1]}))
@@ -119,7 +119,7 @@ def measure(shape: str, dtype: DType) -> bool:
     with tempfile.TemporaryDirectory() as name:
         num_parameters = write_checkpoint(shape, Path(name))
         command = [sys.executable, __file__, "--worker", name, "--dtype", dtype]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     kept = num_parameters * torch.empty((), dtype=getattr(torch, dtype)).element_size()
     peak, anonymous, mapped = (found[key] / kept for key in ("peak", "anonymous", "mapped"))

@@ -100,8 +100,8 @@ def _agreement(ours: Tensor, exact: Tensor) -> float:
     return (ours.argmax(-1) == exact.argmax(-1)).double().mean().item()
 
 
-def test_adapters_of_old_qwen_files_reach_shared_experts_and_dense_layers_too(qwen: World, tmp_path: Path) -> None:
-    """They name the projections of both; PEFT with transformers 5 would drop the shared expert's."""
+def test_old_qwen2_moe_files_adapt_experts_and_the_shared_expert(qwen: World, tmp_path: Path) -> None:
+    """Their names of projections mean both; PEFT with transformers 5 applies the shared expert's alone."""
     layer = "base_model.model.model.layers.0.mlp"
     generator = torch.Generator().manual_seed(0)
     tensors = {}

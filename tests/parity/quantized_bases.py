@@ -48,8 +48,9 @@ def bitsandbytes_base(base: Path, folder: Path, **config: Any) -> QuantizedBase:
 def open_with_bitsandbytes(base: Path, config: BitsAndBytesConfig | None = None) -> Any:
     """A model that transformers quantises while loading, or that is quantised already; in training mode, in which
     bitsandbytes dequantises exactly instead of rounding everything to bfloat16."""
+    asked = {} if config is None else {"quantization_config": config}
     return AutoModelForCausalLM.from_pretrained(
-        base, quantization_config=config, dtype=torch.float32, device_map="cpu", attn_implementation="eager"
+        base, **asked, dtype=torch.float32, device_map="cpu", attn_implementation="eager"
     ).train()
 
 

@@ -12,6 +12,7 @@ from graftlm.cli.demo import demo
 from graftlm.cli.generate import generate
 from graftlm.cli.inspect import inspect
 from graftlm.cli.merge import merge
+from graftlm.cli.quantize import quantize
 from graftlm.cli.serve import serve
 from graftlm.errors import GraftError
 
@@ -41,6 +42,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(inspect)
 app.command()(merge)
+app.command()(quantize)
 app.command()(demo)
 
 

@@ -59,13 +59,34 @@ def export_checkpoint(
     """
     check_exportable(source, folder)
     tensors = exported_tensors(weights, source)
-    config = json.dumps(_exported_config(source.config, weights.sites), indent=2, ensure_ascii=False)
+    config = _exported_config(source.config, weights.sites)
+    beside = accompanying_files(source) if files is None else files
+    write_model_folder(folder, config, beside, tensors, max_shard_bytes=max_shard_bytes)
+
+
+def write_model_folder(
+    folder: Path,
+    config: Mapping[str, Any],
+    files: Mapping[str, Path],
+    tensors: Sequence[PendingTensor],
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a model folder that appears complete or not at all.
+
+    Args:
+        folder: does not exist yet, or is empty.
+        config: of config.json.
+        files: name -> path of what lies beside config and weights.
+        max_shard_bytes: size of one weights file.
+    """
+    text = json.dumps(config, indent=2, ensure_ascii=False)
     partial_folder = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial_folder, ignore_errors=True)
     partial_folder.mkdir(parents=True)
     try:
-        (partial_folder / "config.json").write_text(config + "\n", encoding="utf-8")
-        for name, path in (accompanying_files(source) if files is None else files).items():
+        (partial_folder / "config.json").write_text(text + "\n", encoding="utf-8")
+        for name, path in files.items():
             shutil.copyfile(path, partial_folder / name)
         write_weights(partial_folder, tensors, max_shard_bytes=max_shard_bytes)
         partial_folder.replace(folder)

@@ -1,0 +1,89 @@
+"""`graft quantize` writes what transformers and bitsandbytes load, or refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from graftlm import LLM
+from graftlm.cli import app
+from graftlm.quantization.round_to_nearest import RoundToNearest
+from tests.parity.family_cases import FAMILY_CASES
+from tests.parity.oracle import LOUD, assert_close, prompt_of
+from tests.parity.quantized_bases import open_with_bitsandbytes, with_matrices
+from tests.tiny import make_llama, make_model
+
+PROMPT = list(prompt_of(20, 1))
+
+
+def quantize(model: Path, out: Path, to: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["quantize", str(model), str(out), "--to", to])
+    return result.exit_code, result.output
+
+
+def logits(model: Path, **options: str) -> torch.Tensor:
+    return LLM(model, kv_cache_bytes=1 << 20, **options).logits(PROMPT)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "gpt2"])
+@pytest.mark.parametrize("to", ["nf4", "nf4-double", "fp4"])
+def test_four_bits_are_loaded_by_transformers_and_bitsandbytes(family: str, to: str, tmp_path: Path) -> None:
+    case = FAMILY_CASES[family]
+    base = make_model(tmp_path / "base", type(case.config())(**{**case.settings, "intermediate_size": 128}))
+    code, output = quantize(base, tmp_path / "out", to)
+    assert code == 0, output
+    ours = logits(tmp_path / "out")
+    assert torch.equal(ours, logits(base, quantization=to))
+    assert (ours - logits(base)).abs().max() > LOUD
+    model = open_with_bitsandbytes(tmp_path / "out")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    assert_close(ours, model(torch.tensor([PROMPT])).logits[0].detach())
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("abc")
+
+
+def test_int8_is_loaded_by_transformers_and_bitsandbytes(tmp_path: Path) -> None:
+    base = make_llama(tmp_path / "base")
+    assert quantize(base, tmp_path / "out", "int8")[0] == 0
+    ours = logits(tmp_path / "out")
+    assert torch.equal(ours, logits(base, quantization="int8"))
+    # bitsandbytes rounds inputs to eight bits as well.
+    theirs = open_with_bitsandbytes(tmp_path / "out")(torch.tensor([PROMPT])).logits[0].detach()
+    assert (ours - theirs).abs().max() < 0.25
+
+
+def test_gptq_rounded_to_nearest_is_read_back(tmp_path: Path) -> None:
+    base = make_llama(tmp_path / "base", hidden_size=128, intermediate_size=128)
+    assert quantize(base, tmp_path / "out", "gptq-sym-int4")[0] == 0
+    tensors = load_file(base / "model.safetensors")
+    rounded = {
+        name: RoundToNearest().quantize(tensor, dtype=torch.float32).dequantize()
+        for name, tensor in tensors.items()
+        if name.endswith("proj.weight")
+    }
+    ours = logits(tmp_path / "out")
+    assert_close(ours, logits(with_matrices(base, tmp_path / "exact", rounded), quantization="none"))
+    assert (ours - logits(base)).abs().max() > LOUD
+
+
+@pytest.mark.parametrize("to", ["int4", ""])
+def test_an_unknown_format_is_refused_with_the_known_ones(to: str, tmp_path: Path) -> None:
+    code, output = quantize(make_llama(tmp_path / "base"), tmp_path / "out", to)
+    assert code == 2
+    assert "nf4-double" in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_overwritten_and_nothing_is_quantised_twice(tmp_path: Path) -> None:
+    base = make_llama(tmp_path / "base")
+    assert "output folder is not empty" in quantize(base, base, "nf4")[1]
+    assert quantize(base, tmp_path / "out", "nf4")[0] == 0
+    code, output = quantize(tmp_path / "out", tmp_path / "again", "nf4")
+    assert code == 2
+    assert "quantised model cannot be written back" in output

@@ -145,6 +145,21 @@ def test_an_adapter_on_every_module_of_every_family_is_merged(case: FamilyCase, 
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
+HEADS_WITH_A_BIAS: dict[str, dict[str, Any]] = {
+    "token_rows": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [5, 9]}},
+    "saved_head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "all_biases": {"target_modules": ["q_proj", "lm_head"], "bias": "all"},
+}
+
+
+@pytest.mark.parametrize("config", HEADS_WITH_A_BIAS.values(), ids=HEADS_WITH_A_BIAS)
+def test_a_heads_bias_follows_its_rows(config: dict[str, Any], tmp_path: Path) -> None:
+    base = tiny.make_model(tmp_path / "base", ONE_OF_EACH_FAMILY["PhiConfig"].config())
+    adapter = method_rig.make_adapter(base, tmp_path / "adapter", lora_cases.lora_config(**config))
+    merge(base, adapter, tmp_path / "merged")
+    assert_merged(base, tmp_path / "merged", logits_of(peft.PeftModel.from_pretrained(open_model(base), adapter)))
+
+
 def test_r019_ends_that_stay_one_matrix_stay_tied(lora_bases: dict[str, Path], tmp_path: Path) -> None:
     base = lora_bases["tied"]
     for name, tied in (("01_query_value", True), ("61_tokens_tied", True), ("60_head_tied", False)):

@@ -53,11 +53,13 @@ class MergedWeights:
         bias = None if base is None else base.float()
         if patch is not None:
             bias = _fold_bias(bias, site, patch)
-        rows = self._head_rows(site)
-        if rows is None or bias is None or base is None:
+        if base is None:
             return bias
-        # A replaced row keeps the base's bias.
-        return _replace_rows(bias, replace(rows, values=base[rows.ids]))
+        if bias is None:
+            # The architecture has one all the same.
+            return torch.zeros(self.linear(path).shape[0], device=self.device)
+        rows = self._head_rows(site)
+        return bias if rows is None else bias.index_fill(0, rows.ids, 0.0)
 
     def norm(self, path: str) -> tuple[Tensor, Tensor | None]:
         patch = self._patch.norms.get(self.sites.norms[path].slot)

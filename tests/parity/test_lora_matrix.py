@@ -672,6 +672,30 @@ WRONG: dict[str, Wrong] = {
         error=AdapterCorrupt,
         match="two different copies of one tied matrix",
     ),
+    "saved_ends_that_stay_tied_differ": Wrong(
+        of="58_saved_ends_ensured",
+        change=with_tensor(f"{HEAD}weight", 259, 64),
+        error=AdapterCorrupt,
+        match="two different copies of one tied matrix",
+    ),
+    "tied_pairs_differ": Wrong(
+        of="60_ends_ensured",
+        change=with_tensor(f"{HEAD}lora_B.weight", 259, 8),
+        error=AdapterCorrupt,
+        match="ensure_weight_tying gives .* one pair, but the weights hold two",
+    ),
+    "tied_pair_missing": Wrong(
+        of="60_ends_ensured",
+        change=without("lm_head.lora"),
+        error=AdapterCorrupt,
+        match="ensure_weight_tying gives .* one pair, but that of lm_head is missing",
+    ),
+    "pair_of_the_other_end": Wrong(
+        of="60_ends_ensured",
+        config={"ensure_weight_tying": False},
+        error=AdapterIncompatible,
+        match="lm_head, which the config does not target",
+    ),
     "embedding_half_missing": Wrong(
         of="60_embedding",
         change=without("lora_embedding_B"),
@@ -718,6 +742,14 @@ for init in ("pissa_niter_4", "corda", "loftq", "lora_ga", "unheard_of"):
     WRONG[f"68_{init}"] = Wrong(
         of="02_rank_8", config={"init_lora_weights": init}, error=AdapterUnsupported, match=f"init_lora_weights.*{init}"
     )
+
+
+def test_both_halves_of_an_activated_adapter_count_as_memory(bench: Bench) -> None:
+    llm = bench.llm(CASES["65_alora_with_all"].base)
+    adapter = llm.load_adapter("halves", bench.path("65_alora_with_all"))
+    llm.unload_adapter("halves")
+    assert adapter.dormant_patch.num_bytes > 0
+    assert adapter.num_bytes == adapter.patch.num_bytes + adapter.dormant_patch.num_bytes
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -57,8 +57,9 @@ class Adapter:
 
     @property
     def num_bytes(self) -> int:
-        """Memory its tensors take."""
-        return self.patch.num_bytes
+        """Memory its tensors take. What its two patches share counts twice: a budget must not be passed."""
+        dormant = 0 if self.dormant_patch is self.patch else self.dormant_patch.num_bytes
+        return self.patch.num_bytes + dormant
 
     @property
     def dormant_digest(self) -> str | None:

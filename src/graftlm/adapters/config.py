@@ -30,6 +30,7 @@ FIELDS = ConfigFields(
         "alora_invocation_tokens",
         "alpha_pattern",
         "bias",
+        "ensure_weight_tying",
         "exclude_modules",
         "init_lora_weights",
         "kasa_config",
@@ -47,7 +48,6 @@ FIELDS = ConfigFields(
     inert=frozenset(
         {
             "corda_config",
-            "ensure_weight_tying",  # both ends of a tied pair are in the file
             "eva_config",
             "fan_in_fan_out",  # PEFT too goes by the layer's real type
             "loftq_config",

@@ -78,7 +78,7 @@ class MergedWeights:
         return self._patch.head.rows if site.slot == HEAD_SLOT and self._patch.head is not None else None
 
     def _check_biases(self, adapter: Adapter) -> None:
-        for path in self.sites.linears:
+        for path in self.sites.matrices:
             if self._base.bias(path) is None and self.bias(path) is not None:
                 raise AdapterUnsupported(
                     f"adapter {adapter.name} cannot be merged: it gives {path} a bias, which this architecture lacks",

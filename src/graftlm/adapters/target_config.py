@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from graftlm.adapters.config_values import (
+    read_flag,
     read_layer_indices,
     read_layers_pattern,
     read_module_names,
@@ -51,6 +52,7 @@ class TargetConfig:
 
     target_modules, exclude_modules: names, or one regular expression. target_modules is None for the base's default.
     bias: whose biases are saved: nobody's, every module's, or the adapted modules'.
+    ensures_tying: on a tied base, an adapter of one end is the other's too.
     """
 
     target_modules: tuple[str, ...] | str | None
@@ -59,6 +61,7 @@ class TargetConfig:
     layers_pattern: tuple[str, ...]
     modules_to_save: tuple[str, ...]
     bias: Bias
+    ensures_tying: bool
 
 
 def parse_target_config(raw: Mapping[str, Any], fields: ConfigFields) -> TargetConfig:
@@ -85,6 +88,7 @@ def parse_target_config(raw: Mapping[str, Any], fields: ConfigFields) -> TargetC
         layers_pattern=read_layers_pattern(known.get("layers_pattern")),
         modules_to_save=read_names(known, "modules_to_save"),
         bias=_bias(known.get("bias")),
+        ensures_tying=read_flag("ensure_weight_tying", known.get("ensure_weight_tying")),
     )
 
 

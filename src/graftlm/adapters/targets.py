@@ -58,9 +58,7 @@ def check_target(config: TargetConfig, sites: SiteMap, targets: frozenset[str], 
     Raises:
         AdapterIncompatible
     """
-    # The other end of a tied pair is in the file alone (ensure_weight_tying).
-    tied_ends = {sites.embedding_path, sites.head_path}
-    if module in targets or (sites.tied_head and module in tied_ends and tied_ends & targets):
+    if module in targets:
         return
     raise AdapterIncompatible(
         f"the weights hold {module}, which the config does not target",

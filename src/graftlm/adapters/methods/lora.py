@@ -21,6 +21,7 @@ from graftlm.adapters.methods.saved_modules import SavedModules
 from graftlm.adapters.methods.token_rows import token_rows
 from graftlm.adapters.module_tensors import ModuleTensors, check_shape
 from graftlm.adapters.patch_builder import PatchBuilder
+from graftlm.adapters.patterns import FULL_NAME, pattern_match
 from graftlm.adapters.targets import check_target, select_targets
 from graftlm.errors import AdapterCorrupt, AdapterIncompatible, AdapterUnsupported
 from graftlm.layers.transforms import Affine
@@ -37,6 +38,8 @@ TRAINING_ROLES = (
     "lora_monteclora_sampler.std_prior",
 )
 TOKEN_ROWS = "token_adapter.trainable_tokens_delta"
+# What PEFT takes for an end of a model, whatever it is called in this one: EMBEDDING_LAYER_NAMES.
+END_NAMES = ("embed_tokens", "lm_head")
 
 
 def compile_lora(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeights) -> CompiledAdapter:
@@ -71,6 +74,10 @@ class _LoraCompiler:
         self._sites = base.sites
         self._parameters = select_parameters(config, base.sites)
         self._targets = select_targets(config, base.sites, self._adaptable()) | self._parameters.modules
+        self._ties_pairs = base.sites.tied_head and _ties_pairs(config)
+        if self._ties_pairs:
+            self._targets |= {base.sites.embedding_path, base.sites.head_path}
+        self._end_pairs: dict[str, tuple[Tensor, Tensor]] = {}
         self.builder = PatchBuilder(base)
         # What an activated LoRA does before its invocation: all but the low-rank part.
         self.dormant = PatchBuilder(base) if config.invocation_token_ids else None
@@ -82,6 +89,8 @@ class _LoraCompiler:
         self.saved.replace_modules()
         self._adapt_expert_stacks()
         adapted = self._adapt_linears() | self._adapt_embedding()
+        if self._ties_pairs:
+            self._check_tied_pairs()
         self.saved.replace_biases()
         self._replace_token_rows()
         # Names of experts' modules are also those of others; whether experts are adapted, the file alone tells.
@@ -123,6 +132,8 @@ class _LoraCompiler:
             lora_a = self._tensors.require(module, "lora_A.weight").float()
             lora_b = self._tensors.require(module, "lora_B.weight").float()
             self._adapt_linear(module, lora_a, lora_b)
+            if module == self._sites.head_path:
+                self._end_pairs[module] = lora_a, lora_b
             adapted.add(module)
         return adapted
 
@@ -197,6 +208,7 @@ class _LoraCompiler:
         check_target(self._config, self._sites, self._targets, path)
         lora_a = self._on_device(self._tensors.require(path, "lora_embedding_A").float())
         lora_b = self._on_device(self._tensors.require(path, "lora_embedding_B").float())
+        self._end_pairs[path] = lora_b.t(), lora_a.t()
         table = self.saved.embedding()
         rank = self._check_pair(path, lora_a, lora_b, table.shape[1], table.shape[0])
         scaling = self._config.scaling_of(path, rank)
@@ -207,6 +219,18 @@ class _LoraCompiler:
         self.builder.add_embedding_low_rank(lora_a.t().contiguous(), expand.contiguous(), scale)
         self.builder.describe(path, "LoRA" if scale is None else "LoRA, DoRA", rank=rank, scaling=scaling)
         return {path}
+
+    def _check_tied_pairs(self) -> None:
+        """PEFT gives both ends one pair and saves it twice. Of two that differ it would use the one it reads last."""
+        ends = self._sites.embedding_path, self._sites.head_path
+        if missing := [end for end in ends if end not in self._end_pairs]:
+            raise AdapterCorrupt(
+                f"ensure_weight_tying gives {' and '.join(ends)} one pair, but that of {missing[0]} is missing"
+            )
+        (a, b), (other_a, other_b) = (self._end_pairs[end] for end in ends)
+        device = self._base.device
+        if not (torch.equal(a.to(device), other_a.to(device)) and torch.equal(b.to(device), other_b.to(device))):
+            raise AdapterCorrupt(f"ensure_weight_tying gives {' and '.join(ends)} one pair, but the weights hold two")
 
     def _replace_token_rows(self) -> None:
         ends = (self._sites.embedding_path, self._sites.head_path)
@@ -295,6 +319,19 @@ class _LoraCompiler:
                 got=f"{a_shape[0]} in the weights, {expected} in adapter_config.json",
             )
         return a_shape[0]
+
+
+def _ties_pairs(config: LoraConfig) -> bool:
+    """Whether PEFT lets the ends of a tied base share one pair.
+
+    Source: peft/tuners/tuners_utils.py, _check_tied_modules (0.21).
+    """
+    targets = config.target_modules
+    if not config.ensures_tying or any(name.split(".")[-1] in END_NAMES for name in config.modules_to_save):
+        return False
+    if isinstance(targets, str):
+        return any(pattern_match(FULL_NAME, targets, name) is not None for name in END_NAMES)
+    return any(name.split(".")[-1] in END_NAMES for name in targets or ())
 
 
 def _unblock(factor: Tensor, width: int) -> Tensor:

@@ -61,6 +61,7 @@ class SavedModules:
                 weights[module] = found[0]
         self._check_all_saved(weights)
         if self._sites.tied_head:
+            self._check_one_matrix(weights)
             self._replace_other_end(weights)
         self.vocab_size = self._settle_vocabulary(weights)
 
@@ -189,14 +190,18 @@ class SavedModules:
                 got=f"modules_to_save={list(self._config.modules_to_save)!r}"[:200],
             )
 
-    def _replace_other_end(self, weights: Mapping[str, Tensor]) -> None:
-        """A copy of a tied matrix stands for both ends; a saved module stands for itself alone."""
-        copies = [weights[end] for end in self._ends if end in weights and not is_saved(self._config, end)]
+    def _check_one_matrix(self, weights: Mapping[str, Tensor]) -> None:
+        """Copies of a tied matrix are equal; modules saved for themselves are, if they are to stay tied."""
+        is_one = {end: self._config.ensures_tying or not is_saved(self._config, end) for end in self._ends}
+        copies = [weights[end] for end in self._ends if end in weights and is_one[end]]
         if len(copies) == 2 and not torch.equal(*copies):
             raise AdapterCorrupt(
                 f"the weights hold two different copies of one tied matrix: {' and '.join(self._ends)}",
                 got=f"{list(copies[0].shape)} and {list(copies[1].shape)}",
             )
+
+    def _replace_other_end(self, weights: Mapping[str, Tensor]) -> None:
+        """A copy of a tied matrix stands for both ends; a saved module stands for itself alone."""
         for end, other in (self._ends, self._ends[::-1]):
             if end in weights and other not in weights and not is_saved(self._config, end):
                 self._replace(other, weights[end])

@@ -43,6 +43,9 @@ def compile_trainable_tokens(raw: Mapping[str, Any], tensors: ModuleTensors, bas
     if not token_ids:
         raise AdapterCorrupt("adapter_config.json: token_indices is empty")
     targets = select_targets(config, sites, (sites.embedding_path, sites.head_path))
+    reaches_both_ends = sites.tied_head and sites.embedding_path in targets
+    if reaches_both_ends:
+        targets |= {sites.head_path}
     builder = PatchBuilder(base)
     saved = SavedModules(config, tensors, base, [builder])
     saved.replace_modules()
@@ -53,7 +56,7 @@ def compile_trainable_tokens(raw: Mapping[str, Any], tensors: ModuleTensors, bas
     for module in tensors.modules_with(*ROLES):
         check_target(config, sites, targets, module)
         values[module] = _take_values(tensors, module, (len(token_ids), sites.embedding_size))
-    if sites.tied_head and sites.embedding_path in targets:
+    if reaches_both_ends:
         values = dict.fromkeys((sites.embedding_path, sites.head_path), _same(values))
     for module, own in values.items():
         rows = token_rows(token_ids, own, base)

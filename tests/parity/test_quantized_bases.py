@@ -19,10 +19,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWar
 
 # Rows are whole blocks of 64: bitsandbytes' own CPU dequantiser is wrong for others. GGUF's tokenizer has 260 ids.
 SIZES = {"intermediate_size": 128, "vocab_size": 260}
+GEMMA_SIZES = {"hidden_size": 64, "head_dim": 32}
 GPT_SIZES = {"n_inner": 128, "vocab_size": 260}
 FAMILIES = {
     "llama": replace(FAMILY_CASES["llama"], settings={**FAMILY_CASES["llama"].settings, **SIZES}),
     "llama_tied": replace(FAMILY_CASES["llama_tied"], settings={**FAMILY_CASES["llama_tied"].settings, **SIZES}),
+    "gemma2": replace(FAMILY_CASES["gemma2"], settings={**FAMILY_CASES["gemma2"].settings, **SIZES, **GEMMA_SIZES}),
     "gpt_bigcode": replace(FAMILY_CASES["gpt_bigcode"], settings={**FAMILY_CASES["gpt_bigcode"].settings, **GPT_SIZES}),
     "gpt2": replace(FAMILY_CASES["gpt2_untied"], settings={**FAMILY_CASES["gpt2_untied"].settings, **GPT_SIZES}),
 }
@@ -30,6 +32,8 @@ CASES = [
     *(("llama", name) for name in FORMATS if name != "int8"),
     ("llama_tied", "nf4_double"),
     ("llama_tied", "q4_0"),
+    ("gemma2", "nf4_double"),
+    ("gemma2", "fp8"),
     ("gpt_bigcode", "nf4_double"),
     ("gpt_bigcode", "int8"),
     ("gpt2", "nf4_head"),

@@ -94,4 +94,8 @@ class AdapterMemoryExceeded(AdapterError):
 
 
 class EngineClosed(GraftError, RuntimeError):
-    """The engine was shut down, or stopped because of an internal failure."""
+    """The engine was shut down."""
+
+
+class StepFailed(GraftError, RuntimeError):
+    """The engine failed, or ran out of memory, in the step that computed this request."""

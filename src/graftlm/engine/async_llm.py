@@ -17,10 +17,10 @@ from graftlm.config import EngineConfig
 from graftlm.engine.engine import Engine
 from graftlm.engine.job import Job
 from graftlm.engine.memory import return_free_memory
-from graftlm.engine.outputs import OutputCollector, RequestOutput
+from graftlm.engine.outputs import OutputCollector, RequestFailure, RequestOutput
 from graftlm.engine.prompt import Prompt
 from graftlm.engine.sampling_params import SamplingParams
-from graftlm.errors import EngineClosed, GraftError
+from graftlm.errors import EngineClosed, GraftError, StepFailed
 
 logger = logging.getLogger(__name__)
 
@@ -258,10 +258,13 @@ class AsyncLLM:
 
         self._commands.put(abort)
 
-    def _deliver(self, delta: RequestOutput) -> None:
+    def _deliver(self, item: RequestOutput | RequestFailure) -> None:
         # Out of the books before the client hears of it.
-        stream = self._streams.pop(delta.request_id) if delta.finished else self._streams[delta.request_id]
-        stream.put(delta)
+        if isinstance(item, RequestFailure):
+            self._streams.pop(item.request_id).put(item.error)
+        else:
+            stream = self._streams.pop(item.request_id) if item.finished else self._streams[item.request_id]
+            stream.put(item)
 
     def _run(self) -> None:
         """The engine's thread: take commands, step while there is work."""
@@ -282,12 +285,13 @@ class AsyncLLM:
 
     def _step(self, engine: Engine) -> None:
         try:
-            for delta in engine.core.step():
-                self._deliver(delta)
+            for item in engine.core.step():
+                self._deliver(item)
         except Exception:
-            # Whatever broke, the requests in flight get an error and the engine goes on with empty hands.
-            logger.exception("a step failed; its requests are given up")
-            self._fail_all(engine, EngineClosed("the engine failed while computing this request", do="send it again"))
+            # The bookkeeping itself broke: nobody knows any more who was in the step. The engine goes on with empty
+            # hands.
+            logger.exception("a step could not be planned; all requests are given up")
+            self._fail_all(engine, StepFailed("the engine failed while computing this request", do="send it again"))
 
     def _fail_all(self, engine: Engine, error: GraftError) -> None:
         for job_id in engine.core.abort_all():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import traceback
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,10 +14,13 @@ from graftlm.engine.answer import describe_logprobs
 from graftlm.engine.cache_blocks import CacheBlocks
 from graftlm.engine.executor import LocalExecutor
 from graftlm.engine.job import Job, delta
-from graftlm.engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from graftlm.engine.outputs import CompletionOutput, RequestFailure, RequestOutput, TokenLogprob
 from graftlm.engine.request import Request
 from graftlm.engine.sampler import SampledToken, row_logprobs, sample
 from graftlm.engine.scheduler import ScheduledSequence, Scheduler, SchedulerOutput
+from graftlm.errors import StepFailed
+
+logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -81,11 +86,26 @@ class EngineCore:
             self.abort(job_id)
         return job_ids
 
-    def step(self) -> list[RequestOutput]:
-        """Compute one step; a delta for each job of which an answer moved."""
+    def step(self) -> list[RequestOutput | RequestFailure]:
+        """Compute one step; a delta for each job of which an answer moved.
+
+        If something breaks while the step is computed, memory that cannot be had included, the jobs in it fail and no
+        others. What the step may have left half written is nobody's then: a block's content is noted in the prefix
+        cache only after the step that filled it.
+        """
         plan = self._scheduler.schedule()
         if not plan.sequences:
             return []
+        job_ids = dict.fromkeys(self._job_of_request[sequence.request_id].job_id for sequence in plan.sequences)
+        try:
+            return [*self._compute(plan)]
+        except Exception as cause:
+            logger.exception("a step failed; the requests in it are given up: %s", ", ".join(job_ids))
+            # The frames hold the step's tensors, and the error outlives it.
+            traceback.clear_frames(cause.__traceback__)
+            return self._fail(job_ids, cause)
+
+    def _compute(self, plan: SchedulerOutput) -> list[RequestOutput]:
         logits = self._executor.execute(plan.sequences)
         tokens = self._sample(plan, logits)
         token_ids = {name: None if token is None else token.token_id for name, token in tokens.items()}
@@ -95,6 +115,15 @@ class EngineCore:
             job = self._job_of_request[request.request_id]
             answers.setdefault(job.job_id, []).append(self._answer(job, request, tokens.get(request.request_id)))
         return [self._report(self._jobs[job_id], deltas) for job_id, deltas in answers.items()]
+
+    def _fail(self, job_ids: Iterable[str], cause: Exception) -> list[RequestOutput | RequestFailure]:
+        failures: list[RequestOutput | RequestFailure] = []
+        for job_id in job_ids:
+            self.abort(job_id)
+            error = StepFailed("the engine failed while computing this request", do="send it again")
+            error.__cause__ = cause
+            failures.append(RequestFailure(request_id=job_id, error=error))
+        return failures
 
     def logits(self, token_ids: Sequence[int], adapter: Adapter | None) -> Tensor:
         """Logits of every position of one sequence, [T, V] float32, outside any job."""

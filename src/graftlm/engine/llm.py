@@ -14,7 +14,7 @@ from graftlm.adapters import Adapter, AdapterChoice, choice_name
 from graftlm.config import EngineConfig
 from graftlm.engine.engine import Engine
 from graftlm.engine.memory import return_free_memory
-from graftlm.engine.outputs import OutputCollector, RequestOutput
+from graftlm.engine.outputs import OutputCollector, RequestFailure, RequestOutput
 from graftlm.engine.prompt import Prompt
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.errors import EngineClosed, InvalidRequest
@@ -72,6 +72,7 @@ class LLM:
 
         Raises:
             InvalidRequest, ContextLengthExceeded, ModelNotFound: nothing is generated then.
+            StepFailed: something broke while the answers were computed; its cause says what.
         """
         many = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         each_params = _one_each(params or SamplingParams(), len(many), "params", SamplingParams)
@@ -91,8 +92,10 @@ class LLM:
                 engine.core.add(job)
             try:
                 while engine.core.has_work:
-                    for delta in engine.core.step():
-                        collectors[delta.request_id].add(delta)
+                    for item in engine.core.step():
+                        if isinstance(item, RequestFailure):
+                            raise item.error
+                        collectors[item.request_id].add(item)
             finally:
                 engine.core.abort_all()
             return [collectors[job.job_id].result() for job in jobs]

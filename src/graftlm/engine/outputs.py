@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from graftlm.errors import GraftError
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -55,6 +57,14 @@ class RequestOutput:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestFailure:
+    """A request that cannot be answered, and why."""
+
+    request_id: str
+    error: GraftError
 
 
 class OutputCollector:

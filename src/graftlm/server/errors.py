@@ -26,6 +26,7 @@ from graftlm.errors import (
     GraftError,
     InvalidRequest,
     ModelNotFound,
+    StepFailed,
 )
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ STATUS_AND_CODE: Mapping[type[Exception], tuple[int, str | None]] = {
     AdapterNameTaken: (409, "adapter_name_taken"),
     AdapterMemoryExceeded: (400, "adapter_memory_exceeded"),
     EngineClosed: (503, "engine_closed"),
+    StepFailed: (500, "step_failed"),
 }
 CODE_OF_STATUS: Mapping[int, str] = {
     403: "permission_denied",

@@ -11,9 +11,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 if TYPE_CHECKING:
     from graftlm.adapters.merge import merge
     from graftlm.config import EngineConfig
-    from graftlm.engine.async_llm import AsyncLLM, RequestStream
+    from graftlm.engine.async_llm import AsyncLLM
     from graftlm.engine.llm import LLM
     from graftlm.engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
+    from graftlm.engine.request_stream import RequestStream
     from graftlm.engine.sampling_params import SamplingParams
     from graftlm.errors import GraftError
 
@@ -37,7 +38,7 @@ _MODULES = {
     "EngineConfig": "graftlm.config",
     "GraftError": "graftlm.errors",
     "RequestOutput": "graftlm.engine.outputs",
-    "RequestStream": "graftlm.engine.async_llm",
+    "RequestStream": "graftlm.engine.request_stream",
     "SamplingParams": "graftlm.engine.sampling_params",
     "TokenLogprob": "graftlm.engine.outputs",
     "merge": "graftlm.adapters.merge",

@@ -32,6 +32,8 @@ class EngineConfig:
         adapter_memory_bytes: memory for all loaded adapters together.
         block_size: tokens per KV block.
         max_num_seqs: sequences that may run in one step.
+        max_queued_requests: answers that may be asked for beyond the `max_num_seqs` that can run; `AsyncLLM` and the
+            server refuse more.
         max_num_batched_tokens: tokens in one step, prompt chunks and decodes together.
         prefill_chunk_tokens: most prompt tokens of one request in one step; default: whatever the step has left.
         prefix_cache: reuse the keys and values of earlier requests that began with the same tokens and adapter.
@@ -51,6 +53,7 @@ class EngineConfig:
     adapter_memory_bytes: int = 4 << 30
     block_size: int = 16
     max_num_seqs: int = 64
+    max_queued_requests: int = 1024
     max_num_batched_tokens: int = 512
     prefill_chunk_tokens: int | None = None
     prefix_cache: bool = True
@@ -77,7 +80,13 @@ class EngineConfig:
                 raise ConfigurationError(
                     f"{name} says how to quantise, and nothing is to be quantised", do="set quantization as well"
                 )
-        positive = ("adapter_memory_bytes", "block_size", "max_num_seqs", "max_num_batched_tokens")
+        positive = (
+            "adapter_memory_bytes",
+            "block_size",
+            "max_num_seqs",
+            "max_queued_requests",
+            "max_num_batched_tokens",
+        )
         optional = ("max_model_len", "kv_cache_bytes", "prefill_chunk_tokens")
         for name in (*positive, *optional):
             value = getattr(self, name)

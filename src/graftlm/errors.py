@@ -99,3 +99,23 @@ class EngineClosed(GraftError, RuntimeError):
 
 class StepFailed(GraftError, RuntimeError):
     """The engine failed, or ran out of memory, in the step that computed this request."""
+
+
+class EngineOverloaded(GraftError, RuntimeError):
+    """Too many requests are waiting. `retry_after_seconds` estimates when there will be room."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        retry_after_seconds: int,
+        got: object = None,
+        allowed: str | None = None,
+        do: str | None = None,
+    ) -> None:
+        super().__init__(what, got=got, allowed=allowed, do=do)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class DeadlineExceeded(GraftError, TimeoutError):
+    """A request was not answered within its timeout; the work on it was stopped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,11 +44,24 @@ class LiveServer:
 
 
 @contextmanager
-def serving(llm: AsyncLLM, *, adapter_roots: Sequence[Path] = (), drain_seconds: float = 0) -> Iterator[LiveServer]:
-    """Serve `llm` until the block ends, then shut it down."""
-    app = create_app(llm, adapter_roots=adapter_roots, enable_adapter_loading=bool(adapter_roots))
+def serving(
+    llm: AsyncLLM,
+    *,
+    adapter_roots: Sequence[Path] = (),
+    drain_seconds: float = 0,
+    send_bytes: int | None = None,
+    **app_options: Any,
+) -> Iterator[LiveServer]:
+    """Serve `llm` until the block ends, then shut it down.
+
+    Args:
+        send_bytes: what the system may keep of a reply until its client reads.
+    """
+    app = create_app(llm, adapter_roots=adapter_roots, enable_adapter_loading=bool(adapter_roots), **app_options)
     ready = threading.Event()
     listener = bind("127.0.0.1", 0)
+    if send_bytes is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     url = url_of(listener)
     server = HTTPServer(app, llm, drain_seconds=drain_seconds, on_ready=ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="server under test")

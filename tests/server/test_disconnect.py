@@ -38,10 +38,20 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def open_request(live: LiveServer, path: str, body: dict[str, Any]) -> socket.socket:
-    """A connection on which the whole request has been sent and nothing has been read."""
+def open_request(
+    live: LiveServer, path: str, body: dict[str, Any], *, receive_bytes: int | None = None
+) -> socket.socket:
+    """A connection on which the whole request has been sent and nothing has been read.
+
+    Args:
+        receive_bytes: what the system may keep for it until it is read.
+    """
     host, port = live.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)))
+    connection = socket.socket()
+    if receive_bytes is not None:
+        # Before it connects: the size of the window is agreed on then.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.connect((host, int(port)))
     content = json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {len(content)}"]
     connection.sendall("\r\n".join([*lines, "", ""]).encode() + content)

@@ -41,6 +41,10 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="Time that running requests get to finish after the first Ctrl-C.")
     ] = 10,
+    request_timeout: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Most seconds that a generation may take; a request may ask for fewer."),
+    ] = None,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,
     engine: dict[str, Any],
 ) -> None:
@@ -68,7 +72,12 @@ def serve(
         from graftlm.server import create_app
 
         llm = AsyncLLM(model, **engine)
-        app = create_app(llm, adapter_roots=adapter_root or (), enable_adapter_loading=enable_adapter_loading)
+        app = create_app(
+            llm,
+            adapter_roots=adapter_root or (),
+            enable_adapter_loading=enable_adapter_loading,
+            request_timeout=request_timeout,
+        )
         _run(app, llm, listener, drain_seconds=drain_seconds, access_log=access_log, show_request=demo)
 
 

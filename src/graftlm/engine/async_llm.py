@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
@@ -14,74 +15,19 @@ from typing import Any
 
 from graftlm.adapters import Adapter, AdapterChoice, choice_name
 from graftlm.config import EngineConfig
+from graftlm.engine.completion_rate import CompletionRate
 from graftlm.engine.engine import Engine
 from graftlm.engine.job import Job
 from graftlm.engine.memory import return_free_memory
-from graftlm.engine.outputs import OutputCollector, RequestFailure, RequestOutput
+from graftlm.engine.outputs import RequestFailure, RequestOutput
 from graftlm.engine.prompt import Prompt
+from graftlm.engine.request_stream import RequestStream, deadline_exceeded
 from graftlm.engine.sampling_params import SamplingParams
-from graftlm.errors import EngineClosed, GraftError, StepFailed
+from graftlm.errors import EngineClosed, EngineOverloaded, GraftError, InvalidRequest, StepFailed
 
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
-
-
-class RequestStream:
-    """The deltas of one request, as an async iterator. Leaving it early needs `abort`, or the work goes on."""
-
-    def __init__(self, job: Job, abort: Callable[[str], None]) -> None:
-        self.request_id = job.job_id
-        self.prompt_token_ids = job.prompt_token_ids
-        self._abort = abort
-        self._deltas: asyncio.Queue[RequestOutput | GraftError] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-        self._finished = False
-        self._ended = asyncio.Event()
-
-    def put(self, item: RequestOutput | GraftError) -> None:
-        """Hand over a delta, or the error that ends the stream. Called by the engine's thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._receive, item)
-        except RuntimeError:
-            logger.debug("request %s: its event loop is gone", self.request_id)
-
-    async def ended(self) -> None:
-        """Wait until the last delta or an error is there, read or not."""
-        await self._ended.wait()
-
-    def abort(self) -> None:
-        """Stop the request wherever it is; its blocks and its hold on the adapter are freed. May be called twice."""
-        self._abort(self.request_id)
-
-    async def collect(self) -> RequestOutput:
-        """Wait for the complete output. Aborts the request if the wait is cancelled."""
-        collector = OutputCollector()
-        try:
-            async for delta in self:
-                collector.add(delta)
-        except asyncio.CancelledError:
-            self.abort()
-            raise
-        return collector.result()
-
-    def _receive(self, item: RequestOutput | GraftError) -> None:
-        self._deltas.put_nowait(item)
-        if isinstance(item, GraftError) or item.finished:
-            self._ended.set()
-
-    def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._finished:
-            raise StopAsyncIteration
-        item = await self._deltas.get()
-        if isinstance(item, GraftError):
-            self._finished = True
-            raise item
-        self._finished = item.finished
-        return item
 
 
 class AsyncLLM:
@@ -95,6 +41,7 @@ class AsyncLLM:
         self._engine: Engine | None = Engine(EngineConfig(model=model, **options))
         self.created = int(time.time())
         self._streams: dict[str, RequestStream] = {}
+        self._rate = CompletionRate(time.monotonic())
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._accepting = True
         self._stop = False
@@ -168,50 +115,76 @@ class AsyncLLM:
         return tuple(await asyncio.to_thread(encode, messages, add_generation_prompt=add_generation_prompt))
 
     async def add_request(
-        self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterChoice | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        adapter: AdapterChoice | None = None,
+        timeout: float | None = None,
     ) -> RequestStream:
         """Check a request completely, queue it, and return the stream of its deltas.
 
+        Args:
+            timeout: seconds from now after which the request is stopped wherever it is, and its stream ends with
+                DeadlineExceeded.
+
         Raises:
             InvalidRequest, ContextLengthExceeded, ModelNotFound, EngineClosed
+            EngineOverloaded: `max_queued_requests` are waiting.
+            DeadlineExceeded: the prompt alone took that long to check.
         """
+        if timeout is not None and not 0 < timeout < math.inf:
+            raise InvalidRequest("timeout is not a time", param="timeout", got=timeout, allowed="positive seconds")
         engine = self._open()
-        chosen = None if adapter is None else choice_name(adapter)
-        # Tokenising a long text takes a while; the event loop must not wait for it.
-        making = asyncio.ensure_future(asyncio.to_thread(engine.make_job, prompt, params, chosen))
+        self._check_room(engine.config, params.n)
+        begun = asyncio.get_running_loop().time()
+        job = await self._make_job(engine, prompt, params, adapter, timeout)
         try:
-            job = await asyncio.shield(making)
-        except asyncio.CancelledError:
-            making.add_done_callback(lambda made: engine.discard(made.result()) if made.exception() is None else None)
-            raise
-        if not self._accepting:
+            if not self._accepting:
+                raise _closed()
+            self._check_room(engine.config, params.n)
+        except GraftError:
             engine.discard(job)
-            raise _closed()
+            raise
         # Registered here and not by the engine's thread, so that a shutdown from now on knows of it.
         self._streams[job.job_id] = stream = RequestStream(job, self._abort)
+        if timeout is not None:
+            stream.expire_at(begun + timeout, timeout)
         self._commands.put(lambda: engine.core.add(job))
         return stream
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterChoice | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        adapter: AdapterChoice | None = None,
+        timeout: float | None = None,
     ) -> RequestOutput:
         """The complete answer to one prompt.
 
         Raises:
-            InvalidRequest, ContextLengthExceeded, ModelNotFound, EngineClosed
+            InvalidRequest, ContextLengthExceeded, ModelNotFound, EngineClosed, EngineOverloaded
+            DeadlineExceeded, StepFailed: no answer came of it.
         """
-        stream = await self.add_request(prompt, params, adapter=adapter)
+        stream = await self.add_request(prompt, params, adapter=adapter, timeout=timeout)
         return await stream.collect()
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams, *, adapter: AdapterChoice | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        adapter: AdapterChoice | None = None,
+        timeout: float | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """The answer in deltas; closing the iterator aborts the request.
 
         Raises:
-            InvalidRequest, ContextLengthExceeded, ModelNotFound, EngineClosed: before the first delta.
+            InvalidRequest, ContextLengthExceeded, ModelNotFound, EngineClosed, EngineOverloaded: before any delta.
+            DeadlineExceeded, StepFailed: at any time.
         """
-        stream = await self.add_request(prompt, params, adapter=adapter)
+        stream = await self.add_request(prompt, params, adapter=adapter, timeout=timeout)
         try:
             async for delta in stream:
                 yield delta
@@ -251,6 +224,39 @@ class AsyncLLM:
             raise _closed()
         return self._engine
 
+    def _check_room(self, config: EngineConfig, num_answers: int) -> None:
+        unfinished = sum(stream.num_answers for stream in list(self._streams.values()))
+        limit = config.max_num_seqs + config.max_queued_requests
+        # Whatever the limit, one request alone may ask for more answers than that.
+        if unfinished and (excess := unfinished + num_answers - limit) > 0:
+            raise EngineOverloaded(
+                "too many requests are waiting",
+                got=f"{unfinished} unfinished answers",
+                allowed=f"max_num_seqs + max_queued_requests = {limit}",
+                do="try again later",
+                retry_after_seconds=self._rate.seconds_until(excess, time.monotonic()),
+            )
+
+    async def _make_job(
+        self,
+        engine: Engine,
+        prompt: Prompt,
+        params: SamplingParams,
+        adapter: AdapterChoice | None,
+        timeout: float | None,
+    ) -> Job:
+        chosen = None if adapter is None else choice_name(adapter)
+        # Tokenising a long text takes a while; the event loop must not wait for it.
+        making = asyncio.ensure_future(asyncio.to_thread(engine.make_job, prompt, params, chosen))
+        try:
+            async with asyncio.timeout(timeout):
+                return await asyncio.shield(making)
+        except (TimeoutError, asyncio.CancelledError) as gave_up:
+            making.add_done_callback(lambda made: engine.discard(made.result()) if made.exception() is None else None)
+            if timeout is not None and isinstance(gave_up, TimeoutError):
+                raise deadline_exceeded(timeout) from None
+            raise
+
     def _abort(self, request_id: str) -> None:
         def abort() -> None:
             if self._engine is not None and (delta := self._engine.core.abort(request_id)) is not None:
@@ -264,6 +270,8 @@ class AsyncLLM:
             self._streams.pop(item.request_id).put(item.error)
         else:
             stream = self._streams.pop(item.request_id) if item.finished else self._streams[item.request_id]
+            if item.finished:
+                self._rate.record(stream.num_answers, time.monotonic())
             stream.put(item)
 
     def _run(self) -> None:

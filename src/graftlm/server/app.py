@@ -26,6 +26,7 @@ def create_app(
     adapter_roots: Sequence[str | Path] = (),
     enable_adapter_loading: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
+    request_timeout: float | None = None,
 ) -> FastAPI:
     """An OpenAI-compatible application over a running engine, which it does not shut down.
 
@@ -33,6 +34,7 @@ def create_app(
         adapter_roots: folders that clients may load adapters from.
         enable_adapter_loading: whether they may at all.
         max_body_bytes: a larger request is answered 413 before it is parsed.
+        request_timeout: most seconds that a generation may take; a request may ask for fewer.
 
     Raises:
         ConfigurationError: loading is on without a root, a root is given without loading, or a root is no folder.
@@ -40,7 +42,12 @@ def create_app(
     roots = permitted_roots(adapter_roots, enable_adapter_loading=enable_adapter_loading)
     # A trailing slash is another path, not a redirect: /v1/models/ would be the model with the empty name.
     app = FastAPI(title="Graft", redirect_slashes=False)
-    for router in (completion_routes(llm), chat_routes(llm), model_routes(llm), adapter_routes(llm, roots)):
+    for router in (
+        completion_routes(llm, request_timeout=request_timeout),
+        chat_routes(llm, request_timeout=request_timeout),
+        model_routes(llm),
+        adapter_routes(llm, roots),
+    ):
         app.include_router(router)
 
     @app.get("/health")

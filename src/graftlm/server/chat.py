@@ -17,7 +17,8 @@ from graftlm.server.schemas import ChatRequest
 from graftlm.server.streaming import EventStream, collect, merged, submit
 
 
-def chat_routes(llm: AsyncLLM) -> APIRouter:
+def chat_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRouter:
+    """Args: request_timeout: most seconds that a request may take."""
     router = APIRouter()
 
     @router.post("/v1/chat/completions")
@@ -26,7 +27,8 @@ def chat_routes(llm: AsyncLLM) -> APIRouter:
         params = body.sampling_params()
         messages = [message.for_template() for message in body.messages]
         prompt_token_ids = await llm.apply_chat_template(messages, adapter=adapter)
-        streams = await submit(llm, [list(prompt_token_ids)], params, adapter=adapter)
+        timeout = body.timeout_within(request_timeout)
+        streams = await submit(llm, [list(prompt_token_ids)], params, adapter=adapter, timeout=timeout)
         if body.stream:
             envelope = Envelope(prefix="chatcmpl", kind="chat.completion.chunk", model=body.model)
             return EventStream(_chunks(envelope, body, merged(streams), num_choices=params.n), streams)

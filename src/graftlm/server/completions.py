@@ -19,7 +19,8 @@ from graftlm.server.schemas import CompletionRequest
 from graftlm.server.streaming import EventStream, collect, given_up_on_error, merged, submit
 
 
-def completion_routes(llm: AsyncLLM) -> APIRouter:
+def completion_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRouter:
+    """Args: request_timeout: most seconds that a request may take."""
     router = APIRouter()
 
     @router.post("/v1/completions")
@@ -28,7 +29,8 @@ def completion_routes(llm: AsyncLLM) -> APIRouter:
         params = body.sampling_params()
         # OpenAI's default is a ceiling: a prompt that leaves less of the context gets what it leaves.
         rest = replace(params, max_tokens=None) if body.max_tokens is None else None
-        streams = await submit(llm, body.prompt, params, adapter=adapter, if_too_long=rest)
+        timeout = body.timeout_within(request_timeout)
+        streams = await submit(llm, body.prompt, params, adapter=adapter, timeout=timeout, if_too_long=rest)
         with given_up_on_error(streams):
             # Only now are the ids known to be tokens of this model.
             echoes = [await _text(llm, prompt, adapter) if body.echo else "" for prompt in body.prompt]

@@ -22,7 +22,9 @@ from graftlm.errors import (
     AdapterNameTaken,
     AdapterUnsupported,
     ContextLengthExceeded,
+    DeadlineExceeded,
     EngineClosed,
+    EngineOverloaded,
     GraftError,
     InvalidRequest,
     ModelNotFound,
@@ -46,6 +48,8 @@ STATUS_AND_CODE: Mapping[type[Exception], tuple[int, str | None]] = {
     AdapterNameTaken: (409, "adapter_name_taken"),
     AdapterMemoryExceeded: (400, "adapter_memory_exceeded"),
     EngineClosed: (503, "engine_closed"),
+    EngineOverloaded: (429, "engine_overloaded"),
+    DeadlineExceeded: (504, "deadline_exceeded"),
     StepFailed: (500, "step_failed"),
 }
 CODE_OF_STATUS: Mapping[int, str] = {
@@ -65,19 +69,28 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReply:
-    """What a client is told. `type` follows from the status: the request's fault or the server's."""
+    """What a client is told. `type` follows from the status: the request's fault, the server's, or nobody's.
+
+    retry_after_seconds: when it may be worth while to try again; a header.
+    """
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
+    retry_after_seconds: int | None = None
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
+        else:
+            kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
+        if self.retry_after_seconds is not None:
+            headers = {**(headers or {}), "retry-after": str(self.retry_after_seconds)}
         return JSONResponse(self.body, status_code=self.status, headers=headers)
 
 
@@ -87,7 +100,8 @@ def error_reply(error: Exception) -> ErrorReply:
         if ancestor in STATUS_AND_CODE:
             status, code = STATUS_AND_CODE[ancestor]
             param = error.param if isinstance(error, InvalidRequest) else "model" if status == 404 else None
-            return ErrorReply(status=status, message=str(error), param=param, code=code)
+            wait = error.retry_after_seconds if isinstance(error, EngineOverloaded) else None
+            return ErrorReply(status=status, message=str(error), param=param, code=code, retry_after_seconds=wait)
     if isinstance(error, HTTPException):
         return ErrorReply(
             status=error.status_code, message=str(error.detail), code=CODE_OF_STATUS.get(error.status_code)
@@ -98,8 +112,8 @@ def error_reply(error: Exception) -> ErrorReply:
 
 
 def log_unforeseen(error: Exception) -> None:
-    """Put the cause that the client is not told into the log."""
-    if error_reply(error).status == 500:
+    """Put the cause that the client is not told into the log. The engine has logged its own failures."""
+    if not isinstance(error, GraftError) and error_reply(error).status == 500:
         logger.error("a request failed", exc_info=error)
 
 

@@ -81,6 +81,9 @@ class _Generation(_Strict):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
 
+    # Graft's own: seconds after which the request is given up.
+    timeout: Annotated[float, Field(gt=0)] | None = None
+
     # Labels for the caller's own books.
     user: Text | None = None
     metadata: dict[str, Any] | None = None
@@ -97,6 +100,10 @@ class _Generation(_Strict):
                 param="stream_options",
                 do="set stream to true or leave stream_options out",
             )
+
+    def timeout_within(self, limit: float | None) -> float | None:
+        """Seconds the request has: what it asks for, and no more than the server allows."""
+        return min((seconds for seconds in (self.timeout, limit) if seconds is not None), default=None)
 
     def shared_sampling(self) -> dict[str, Any]:
         """The given sampling fields, as keyword arguments of `SamplingParams`."""

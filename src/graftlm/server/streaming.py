@@ -13,9 +13,10 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from graftlm.engine.async_llm import AsyncLLM, RequestStream
+from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.outputs import RequestOutput
 from graftlm.engine.prompt import Prompt as EnginePrompt
+from graftlm.engine.request_stream import RequestStream
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.errors import ContextLengthExceeded, EngineClosed
 from graftlm.server.errors import ClientGone, error_reply, log_unforeseen
@@ -28,25 +29,27 @@ async def submit(
     params: SamplingParams,
     *,
     adapter: str | None,
+    timeout: float | None,
     if_too_long: SamplingParams | None = None,
 ) -> list[RequestStream]:
     """Hand all prompts to the engine at once, so that they run in one batch; or none, when one of them is refused.
 
     Args:
+        timeout: seconds that each of them has.
         if_too_long: for a prompt that leaves no room for what `params` asks for.
 
     Raises:
-        InvalidRequest, ModelNotFound: what the engine says of the first prompt it refuses.
+        InvalidRequest, ModelNotFound, EngineOverloaded: what the engine says of the first prompt it refuses.
     """
 
     async def add(prompt: Prompt) -> RequestStream:
         entry: EnginePrompt = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
         try:
-            return await llm.add_request(entry, params, adapter=adapter)
+            return await llm.add_request(entry, params, adapter=adapter, timeout=timeout)
         except ContextLengthExceeded:
             if if_too_long is None:
                 raise
-            return await llm.add_request(entry, if_too_long, adapter=adapter)
+            return await llm.add_request(entry, if_too_long, adapter=adapter, timeout=timeout)
 
     results = await asyncio.gather(*map(add, prompts), return_exceptions=True)
     streams = [result for result in results if isinstance(result, RequestStream)]
@@ -78,7 +81,7 @@ async def collect(request: Request, streams: Sequence[RequestStream]) -> list[Re
 
     Raises:
         ClientGone: the client went away first; the work is stopped.
-        EngineClosed: the engine stopped first.
+        EngineClosed, StepFailed, DeadlineExceeded: there is no answer.
     """
     answers = asyncio.gather(*(stream.collect() for stream in streams))
     leaving = asyncio.ensure_future(_disconnect(request))

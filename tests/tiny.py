@@ -65,10 +65,10 @@ def make_model(folder: Path, config: PreTrainedConfig, *, seed: int = 0, dtype: 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for tensor in model.state_dict().values():
             # Stacked biases of experts have two dimensions.
-            if parameter.dim() < 2 or not parameter.any():
-                parameter.add_(torch.randn_like(parameter) * 0.2)
+            if tensor.dim() < 2 or not tensor.any():
+                tensor.add_(torch.randn_like(tensor) * 0.2)
     model.to(dtype).save_pretrained(folder)
     write_tokenizer(folder)
     return folder

@@ -63,6 +63,36 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
 }
+GEMMA4 = {
+    **GEMMA,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 259,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+GEMMA4_PROJECTIONS = (
+    *SPLIT_PROJECTIONS,
+    "per_layer_input_gate",
+    "per_layer_projection",
+    "per_layer_model_projection",
+)
+GEMMA4_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 TINY_VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -391,6 +421,26 @@ FAMILY_CASES: dict[str, FamilyCase] = {
     "gemma3_text": FamilyCase(config_class="Gemma3TextConfig", settings=GEMMA3),
     "gemma3_text_capped": FamilyCase(
         config_class="Gemma3TextConfig", settings={**GEMMA3, "final_logit_softcapping": 2.0}
+    ),
+    "gemma4_text": FamilyCase(config_class="Gemma4TextConfig", settings=GEMMA4, targets=GEMMA4_PROJECTIONS),
+    "gemma4_text_plain": FamilyCase(
+        config_class="Gemma4TextConfig",
+        settings={
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 2.0,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma4": FamilyCase(
+        config_class="Gemma4Config",
+        settings={"text_config": GEMMA4, "vision_config": GEMMA4_VISION, "audio_config": None},
+        targets=GEMMA4_PROJECTIONS,
+        adapter_settings={"exclude_modules": r".*vision_tower.*"},
     ),
     "gemma3": FamilyCase(
         config_class="Gemma3Config",

@@ -65,7 +65,7 @@ def agreement(ours: Tensor, exact: Tensor) -> float:
     return (ours.argmax(-1) == exact.argmax(-1)).double().mean().item()
 
 
-@pytest.mark.parametrize("case", ["llama", "llama_tied", "gemma", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("case", ["llama", "llama_tied", "gemma", "gemma2", "gemma3_text", "gemma4_text"])
 def test_a_bfloat16_base_is_as_close_to_float32_as_transformers_is(case: str, tmp_path: Path) -> None:
     # FAMILIES.md §2.0, C16, over 2048 positions for the base and for each adapter.
     base = make_model(tmp_path / "base", FAMILY_CASES[case].config(), dtype=torch.bfloat16)

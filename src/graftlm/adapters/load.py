@@ -13,6 +13,7 @@ from torch import Tensor
 from graftlm.adapters.adapter import Adapter
 from graftlm.adapters.files import read_adapter_files
 from graftlm.adapters.methods import find_method
+from graftlm.adapters.methods.compiled import CompiledAdapter
 from graftlm.adapters.module_tensors import ModuleTensors
 from graftlm.adapters.text import AdapterText, AdapterTexts
 from graftlm.errors import AdapterCorrupt, AdapterUnsupported
@@ -56,6 +57,7 @@ def load_adapter(
         compiled = compile_method(files.config, tensors, base)
         tensors.check_all_taken()
         patch = compiled.builder.build()
+        _check_tokens(compiled, base)
         dormant = patch if compiled.dormant is None else compiled.dormant.build()
     modules = compiled.builder.modules
     if not modules:
@@ -77,6 +79,14 @@ def load_adapter(
         virtual_token_ids=compiled.virtual_token_ids,
         text=AdapterText() if texts is None else texts.read(files.folder),
     )
+
+
+def _check_tokens(compiled: CompiledAdapter, base: BaseWeights) -> None:
+    if base.sites.has_token_inputs and (compiled.virtual_token_ids or compiled.vocab_size is not None):
+        raise AdapterUnsupported(
+            "the adapter brings tokens of its own, but each layer of this base has inputs for the vocabulary's alone",
+            do="train it without virtual or added tokens",
+        )
 
 
 def _check_values(tensors: Mapping[str, Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -15,14 +15,24 @@ from graftlm.layers.rotary import RotaryEmbedding
 from graftlm.layers.step import DecoderStep
 
 # How the columns of the fused projection are shared out. "concatenated": all query heads, all key heads, all value
-# heads. "grouped": for each KV head its query heads, then its key, then its value.
-HeadOrder = Literal["concatenated", "grouped"]
+# heads. "grouped": for each KV head its query heads, then its key, then its value. "keys_as_values": all query heads,
+# all key heads, which are the value heads too.
+HeadOrder = Literal["concatenated", "grouped", "keys_as_values"]
+
+
+class SelfAttention(Protocol):
+    """How the tokens of a sequence see each other."""
+
+    def __call__(self, x: Tensor, step: DecoderStep) -> Tensor:
+        """x: [T, E] -> [T, E]."""
+        ...
 
 
 class Attention:
     """Grouped-query attention; q, k and v come from one fused projection.
 
     query_norm, key_norm: over slices of as many columns as the norm is wide: one head, or the whole projection.
+    value_norm: over each head, without weights.
     cache_layer, cache_group: where its keys and values are, as in `KeyValues`.
     """
 
@@ -39,6 +49,7 @@ class Attention:
         rotary: RotaryEmbedding | None,
         query_norm: Norm | None,
         key_norm: Norm | None,
+        value_norm: Norm | None,
         cache_layer: int,
         cache_group: int,
     ) -> None:
@@ -52,6 +63,7 @@ class Attention:
         self._rotary = rotary
         self._query_norm = query_norm
         self._key_norm = key_norm
+        self._value_norm = value_norm
         self._cache_layer = cache_layer
         self._cache_group = cache_group
 
@@ -61,6 +73,7 @@ class Attention:
         query, key, value = self._split(self._qkv(x, segments))
         query = _normed(query, self._query_norm, segments)
         key = _normed(key, self._key_norm, segments)
+        value = _normed(value, self._value_norm, segments)
         if self._rotary is not None:
             angles = step.angles[self._rotary]
             query, key = ops.apply_rotary(query, *angles), ops.apply_rotary(key, *angles)
@@ -74,8 +87,50 @@ class Attention:
             heads = qkv.view(qkv.shape[0], -1, self._head_dim)
             keys_end = self._num_heads + self._num_kv_heads
             return heads[:, : self._num_heads], heads[:, self._num_heads : keys_end], heads[:, keys_end:]
+        if self._head_order == "keys_as_values":
+            heads = qkv.view(qkv.shape[0], -1, self._head_dim)
+            keys = heads[:, self._num_heads :]
+            return heads[:, : self._num_heads], keys, keys
         groups = qkv.view(qkv.shape[0], self._num_kv_heads, -1, self._head_dim)
         return groups[:, :, :-2].flatten(1, 2), groups[:, :, -2], groups[:, :, -1]
+
+
+class BorrowingAttention:
+    """Attention with queries alone, over the keys and values of an earlier layer.
+
+    cache_layer, cache_group: where that layer's are.
+    """
+
+    def __init__(
+        self,
+        *,
+        query: Linear,
+        output: Linear,
+        num_heads: int,
+        scores: ops.AttentionScores,
+        rotary: RotaryEmbedding | None,
+        query_norm: Norm | None,
+        cache_layer: int,
+        cache_group: int,
+    ) -> None:
+        self._query = query
+        self._output = output
+        self._num_heads = num_heads
+        self._scores = scores
+        self._rotary = rotary
+        self._query_norm = query_norm
+        self._cache_layer = cache_layer
+        self._cache_group = cache_group
+
+    def __call__(self, x: Tensor, step: DecoderStep) -> Tensor:
+        """x: [T, E] -> [T, E]."""
+        segments = step.batch.segments
+        query = self._query(x, segments).view(x.shape[0], self._num_heads, -1)
+        query = _normed(query, self._query_norm, segments)
+        if self._rotary is not None:
+            query = ops.apply_rotary(query, *step.angles[self._rotary])
+        attended = step.key_values.attend(self._cache_layer, self._cache_group, query, self._scores)
+        return self._output(attended.reshape(x.shape[0], -1), segments)
 
 
 def _normed(heads: Tensor, norm: Norm | None, segments: Sequence[Segment]) -> Tensor:

@@ -8,7 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from graftlm.layers.attention import Attention
+from graftlm.kernels import ops
+from graftlm.layers.attention import SelfAttention
+from graftlm.layers.linear import Linear
 from graftlm.layers.mlp import FeedForward
 from graftlm.layers.norm import Norm
 from graftlm.layers.patch import Segment
@@ -30,7 +32,7 @@ class SequentialBlock:
     residual_after_norm: what is added to a branch is its normed input (BLOOM's option).
     """
 
-    attention: Attention
+    attention: SelfAttention
     mlp: FeedForward
     pre_attention_norm: Norm | None = None
     post_attention_norm: Norm | None = None
@@ -52,7 +54,7 @@ class SequentialBlock:
 class ParallelBlock:
     """Attention and feed-forward read the same input, under one norm or each under its own."""
 
-    attention: Attention
+    attention: SelfAttention
     mlp: FeedForward
     pre_attention_norm: Norm
     pre_mlp_norm: Norm | None
@@ -68,7 +70,7 @@ class ParallelBlock:
 class PostNormBlock:
     """The original transformer's order: the sum of branch and residual is normed."""
 
-    attention: Attention
+    attention: SelfAttention
     mlp: FeedForward
     post_attention_norm: Norm
     post_mlp_norm: Norm
@@ -77,6 +79,38 @@ class PostNormBlock:
         segments = step.batch.segments
         hidden = self.post_attention_norm(hidden + self.attention(hidden, step), segments)
         return self.post_mlp_norm(hidden + self.mlp(hidden, segments), segments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInputBlock:
+    """A block, after which the layer's own input is added: norm(up(activation(gate(x)) * input)).
+
+    index: which of the step's layer inputs it reads.
+    """
+
+    block: Block
+    index: int
+    gate: Linear
+    activation: ops.Activation
+    up: Linear
+    norm: Norm
+
+    def __call__(self, hidden: Tensor, step: DecoderStep) -> Tensor:
+        segments = step.batch.segments
+        hidden = self.block(hidden, step)
+        gated = ops.activate(self.gate(hidden, segments), self.activation) * step.layer_inputs[self.index]
+        return hidden + self.norm(self.up(gated, segments), segments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledBlock:
+    """A block whose output is multiplied by a number. scalar: [1]."""
+
+    block: Block
+    scalar: Tensor
+
+    def __call__(self, hidden: Tensor, step: DecoderStep) -> Tensor:
+        return self.block(hidden, step) * self.scalar
 
 
 def _normed(x: Tensor, norm: Norm | None, segments: Sequence[Segment]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -10,11 +11,19 @@ from torch import Tensor
 
 from graftlm.checkpoint import Checkpoint
 from graftlm.kernels.ops import AttentionScores
-from graftlm.layers.attention import Attention
-from graftlm.layers.block import Block, ParallelBlock, PostNormBlock, SequentialBlock
+from graftlm.layers.attention import Attention, BorrowingAttention, SelfAttention
+from graftlm.layers.block import (
+    Block,
+    LayerInputBlock,
+    ParallelBlock,
+    PostNormBlock,
+    ScaledBlock,
+    SequentialBlock,
+)
 from graftlm.layers.embedding import Embedding, InputEmbedding
 from graftlm.layers.head import OutputHead
 from graftlm.layers.kv_cache import KVShape
+from graftlm.layers.layer_inputs import LayerInputs
 from graftlm.layers.linear import Linear
 from graftlm.layers.mlp import MLP, ClampedMLP, FeedForward, GatedMLP
 from graftlm.layers.moe import Expert, GatedSharedExpert, MixtureOfExperts
@@ -28,7 +37,7 @@ from graftlm.models.read import read_spec
 from graftlm.models.rope import rotary_embedding
 from graftlm.models.rope_spec import RopeSpec
 from graftlm.models.site import map_sites
-from graftlm.models.spec import AttentionSpec, ClampedSwiGLU, LayerSpec, MLPSpec, ModelSpec, MoESpec, NameMap
+from graftlm.models.spec import AttentionSpec, ClampedSwiGLU, LayerSpec, MLPSpec, ModelSpec, MoESpec, NameMap, NormRole
 from graftlm.models.stored_weights import StoredWeights
 from graftlm.models.tensors import NamedTensors, check_tensors, expected_shapes, has_tied_head
 from graftlm.quantization import Weight
@@ -101,6 +110,8 @@ class _Builder:
         self._rotary: dict[RopeSpec, RotaryEmbedding] = {}
         self._windows: list[int | None] = []
         self._kv_shapes: list[KVShape] = []
+        # Of each layer so far, which of the shapes its keys and values have.
+        self._cache_layers: list[int] = []
 
     def build(self) -> Decoder:
         spec, layout = self._spec, self._layout
@@ -109,12 +120,15 @@ class _Builder:
         # Before the layers: while it is copied, the largest matrix of many models counts twice.
         head_weight = table if spec.head.tied else self._matrices.head(layout.head)
         embedding = self._embedding(table)
-        blocks = [self._block(*layer) for layer in zip(spec.layers, layout.layers, strict=True)]
+        layer_inputs = self._layer_inputs()
+        layers = zip(spec.layers, layout.layers, strict=True)
+        blocks = [self._whole_block(index, *layer) for index, layer in enumerate(layers)]
         final_norm = None if layout.final_norm is None else self._norm(layout.final_norm)
         project_out = None if layout.project_out is None else self._linear(layout.project_out)
         return Decoder(
             embedding=embedding,
             rotary=list(self._rotary.values()),
+            layer_inputs=layer_inputs,
             blocks=blocks,
             final_norm=final_norm,
             project_out=project_out,
@@ -144,9 +158,38 @@ class _Builder:
             norm=None if layout.embedding_norm is None else self._norm(layout.embedding_norm),
         )
 
+    def _layer_inputs(self) -> LayerInputs | None:
+        spec, names, layout = self._spec.layer_inputs, self._names.layer_inputs, self._layout
+        if spec is None or names is None or layout.layer_input_projection is None or layout.layer_input_norm is None:
+            return None
+        table = self._matrices.table(names.table, layout.tables[names.table], is_head=False)
+        return LayerInputs(
+            table=Embedding(table, spec.size**0.5),
+            projection=self._linear(layout.layer_input_projection),
+            norm=self._norm(layout.layer_input_norm),
+            num_layers=len(layout.layers),
+        )
+
+    def _whole_block(self, index: int, spec: LayerSpec, layout: LayerLayout) -> Block:
+        block = self._block(spec, layout)
+        if self._spec.layer_inputs is not None:
+            block = LayerInputBlock(
+                block=block,
+                index=index,
+                gate=self._linear(layout.linears["layer_input_gate"]),
+                activation=self._spec.layer_inputs.activation,
+                up=self._linear(layout.linears["layer_input_up"]),
+                norm=self._norm(layout.norms["post_layer_input"]),
+            )
+        if spec.scaled:
+            block = ScaledBlock(block=block, scalar=self._read(layout.parameters["layer_scalar"].name))
+        return block
+
     def _block(self, spec: LayerSpec, layout: LayerLayout) -> Block:
-        norms = {role: self._norm(norm) for role, norm in layout.norms.items()}
-        attention = self._attention(spec.attention, layout, norms.get("query"), norms.get("key"))
+        norms: dict[NormRole, Norm] = {
+            role: self._norm(norm) for role, norm in layout.norms.items() if role != "post_layer_input"
+        }
+        attention = self._attention(spec.attention, layout, norms)
         mlp = self._experts(spec.mlp, layout) if isinstance(spec.mlp, MoESpec) else self._mlp(spec.mlp, layout)
         if spec.wiring == "parallel":
             return ParallelBlock(
@@ -172,19 +215,27 @@ class _Builder:
             residual_after_norm=spec.wiring == "sequential_normed_residual",
         )
 
-    def _attention(
-        self, spec: AttentionSpec, layout: LayerLayout, query_norm: Norm | None, key_norm: Norm | None
-    ) -> Attention:
-        if spec.window not in self._windows:
-            self._windows.append(spec.window)
-        group = self._windows.index(spec.window)
-        self._kv_shapes.append(KVShape(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, group=group))
+    def _attention(self, spec: AttentionSpec, layout: LayerLayout, norms: Mapping[NormRole, Norm]) -> SelfAttention:
+        cache_layer = self._cache_layer(spec)
+        group = self._kv_shapes[cache_layer].group
         scores = AttentionScores(scale=spec.scale, softcap=spec.softcap)
         if spec.alibi is not None:
             slopes = torch.tensor(spec.alibi.slopes, dtype=SLOPE_DTYPES[spec.alibi.dtype], device=self._device)
             scores = replace(scores, slopes=slopes, slope_factor=spec.alibi.factor)
         if spec.sinks:
             scores = replace(scores, sinks=self._read(layout.parameters["sinks"].name))
+        rotary = None if spec.rope is None else self._rotary_embedding(spec.rope)
+        if spec.kv_layer is not None:
+            return BorrowingAttention(
+                query=self._linear(layout.linears["qkv"]),
+                output=self._linear(layout.linears["output"]),
+                num_heads=spec.num_heads,
+                scores=scores,
+                rotary=rotary,
+                query_norm=norms.get("query"),
+                cache_layer=cache_layer,
+                cache_group=group,
+            )
         return Attention(
             qkv=self._linear(layout.linears["qkv"]),
             output=self._linear(layout.linears["output"]),
@@ -193,12 +244,25 @@ class _Builder:
             head_dim=spec.head_dim,
             head_order=spec.head_order,
             scores=scores,
-            rotary=None if spec.rope is None else self._rotary_embedding(spec.rope),
-            query_norm=query_norm,
-            key_norm=key_norm,
-            cache_layer=len(self._kv_shapes) - 1,
+            rotary=rotary,
+            query_norm=norms.get("query"),
+            key_norm=norms.get("key"),
+            value_norm=norms.get("value"),
+            cache_layer=cache_layer,
             cache_group=group,
         )
+
+    def _cache_layer(self, spec: AttentionSpec) -> int:
+        """Where the keys and values that a layer reads are."""
+        if spec.kv_layer is not None:
+            self._cache_layers.append(self._cache_layers[spec.kv_layer])
+            return self._cache_layers[-1]
+        if spec.window not in self._windows:
+            self._windows.append(spec.window)
+        group = self._windows.index(spec.window)
+        self._kv_shapes.append(KVShape(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, group=group))
+        self._cache_layers.append(len(self._kv_shapes) - 1)
+        return self._cache_layers[-1]
 
     def _mlp(self, spec: MLPSpec, layout: LayerLayout) -> FeedForward:
         if spec.gated or isinstance(spec.activation, ClampedSwiGLU):

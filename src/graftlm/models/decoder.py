@@ -13,6 +13,7 @@ from graftlm.layers.embedding import InputEmbedding
 from graftlm.layers.head import OutputHead
 from graftlm.layers.key_values import KeyValues
 from graftlm.layers.kv_cache import KVShape
+from graftlm.layers.layer_inputs import LayerInputs
 from graftlm.layers.linear import Linear
 from graftlm.layers.norm import Norm
 from graftlm.layers.patch import Segment, Slot
@@ -35,6 +36,7 @@ class Decoder:
         *,
         embedding: InputEmbedding,
         rotary: Sequence[RotaryEmbedding],
+        layer_inputs: LayerInputs | None,
         blocks: Sequence[Block],
         final_norm: Norm | None,
         project_out: Linear | None,
@@ -52,6 +54,7 @@ class Decoder:
     ) -> None:
         self.embedding = embedding
         self._rotary = tuple(rotary)
+        self._layer_inputs = layer_inputs
         self._blocks = tuple(blocks)
         self._final_norm = final_norm
         self._project_out = project_out
@@ -76,7 +79,8 @@ class Decoder:
         """What the last layer gives, [T, E]."""
         hidden = self.embedding(batch)
         angles = {rotary: rotary.angles(batch, hidden.dtype) for rotary in self._rotary}
-        step = DecoderStep(batch=batch, key_values=key_values, angles=angles)
+        layer_inputs = () if self._layer_inputs is None else self._layer_inputs(batch, hidden)
+        step = DecoderStep(batch=batch, key_values=key_values, angles=angles, layer_inputs=layer_inputs)
         for block in self._blocks:
             hidden = block(hidden, step)
         return hidden

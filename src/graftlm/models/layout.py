@@ -29,6 +29,8 @@ FINAL_NORM_SLOT = Slot("final_norm")
 EMBEDDING_NORM_SLOT = Slot("embedding_norm")
 PROJECT_IN_SLOT = Slot("project_in")
 PROJECT_OUT_SLOT = Slot("project_out")
+LAYER_INPUT_SLOT = Slot("layer_inputs")
+LAYER_INPUT_NORM_SLOT = Slot("layer_inputs_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +127,15 @@ class ModelLayout:
     final_norm: NormLayout | None
     project_in: LinearLayout | None
     project_out: LinearLayout | None
+    layer_input_projection: LinearLayout | None
+    layer_input_norm: NormLayout | None
 
     def linears(self) -> Iterator[LinearLayout]:
         """All linear layers but the head, in model order."""
         if self.project_in is not None:
             yield self.project_in
+        if self.layer_input_projection is not None:
+            yield self.layer_input_projection
         for layer in self.layers:
             yield from layer.linears.values()
             for expert in layer.experts:
@@ -146,6 +152,8 @@ class ModelLayout:
         """All norms, in model order."""
         if self.embedding_norm is not None:
             yield self.embedding_norm
+        if self.layer_input_norm is not None:
+            yield self.layer_input_norm
         for layer in self.layers:
             yield from layer.norms.values()
         if self.final_norm is not None:
@@ -159,6 +167,12 @@ def lay_out(spec: ModelSpec, names: NameMap) -> ModelLayout:
     if spec.embedding.num_positions is not None and names.position_embedding is not None:
         rows = spec.embedding.num_positions + spec.embedding.position_offset
         tables[names.position_embedding] = (rows, hidden_size)
+    layer_input_projection = layer_input_norm = None
+    if spec.layer_inputs is not None and names.layer_inputs is not None:
+        width = len(spec.layers) * spec.layer_inputs.size
+        tables[names.layer_inputs.table] = (spec.vocab_size, width)
+        layer_input_projection = _projection(LAYER_INPUT_SLOT, names.layer_inputs.projection, hidden_size, width)
+        layer_input_norm = _norm(LAYER_INPUT_NORM_SLOT, names.layer_inputs.norm, spec.layer_inputs.norm, hidden_size)
     projects = embedding_size != hidden_size
     head = ModuleLayout(path=names.head, rows=spec.vocab_size)
     return ModelLayout(
@@ -169,6 +183,8 @@ def lay_out(spec: ModelSpec, names: NameMap) -> ModelLayout:
         final_norm=_norm(FINAL_NORM_SLOT, names.final_norm, spec.final_norm, hidden_size),
         project_in=_projection(PROJECT_IN_SLOT, names.project_in, embedding_size, hidden_size) if projects else None,
         project_out=_projection(PROJECT_OUT_SLOT, names.project_out, hidden_size, embedding_size) if projects else None,
+        layer_input_projection=layer_input_projection,
+        layer_input_norm=layer_input_norm,
     )
 
 
@@ -182,7 +198,7 @@ def _layer(index: int, layer: LayerSpec, spec: ModelSpec, names: NameMap) -> Lay
             in_features=size.in_features,
             bias=size.bias,
         )
-        for role, size in _linear_sizes(layer, spec.hidden_size).items()
+        for role, size in _linear_sizes(layer, spec).items()
     }
     norms = {
         role: NormLayout(
@@ -197,6 +213,8 @@ def _layer(index: int, layer: LayerSpec, spec: ModelSpec, names: NameMap) -> Lay
     if layer.attention.sinks:
         name = names.parameters["sinks"].format(index)
         parameters["sinks"] = ParameterLayout(name=name, shape=(layer.attention.num_heads,))
+    if layer.scaled:
+        parameters["layer_scalar"] = ParameterLayout(name=names.parameters["layer_scalar"].format(index), shape=(1,))
     if not isinstance(layer.mlp, MoESpec) or names.experts is None:
         return LayerLayout(linears=linears, norms=norms, parameters=parameters)
     experts = tuple(
@@ -252,18 +270,32 @@ def _modules(
     paths: Sequence[str], size: _LinearSize, *, transposed: bool = False, stack: Stack | None = None
 ) -> tuple[ModuleLayout, ...]:
     # One module on disk may hold what others keep apart.
-    rows = size.rows if len(paths) == len(size.rows) else (sum(size.rows),)
+    rows = (sum(size.rows),) if len(paths) == 1 else size.rows
     return tuple(
         ModuleLayout(path=path, rows=count, transposed=transposed, stack=stack)
-        for path, count in zip(paths, rows, strict=True)
+        for path, count in zip(paths[: len(rows)], rows, strict=True)
     )
 
 
-def _linear_sizes(layer: LayerSpec, hidden_size: int) -> dict[LinearRole, _LinearSize]:
+def _linear_sizes(layer: LayerSpec, spec: ModelSpec) -> dict[LinearRole, _LinearSize]:
+    sizes = _branch_sizes(layer, spec.hidden_size)
+    if spec.layer_inputs is not None:
+        size = spec.layer_inputs.size
+        sizes["layer_input_gate"] = _LinearSize(in_features=spec.hidden_size, rows=(size,), bias=False)
+        sizes["layer_input_up"] = _LinearSize(in_features=size, rows=(spec.hidden_size,), bias=False)
+    return sizes
+
+
+def _branch_sizes(layer: LayerSpec, hidden_size: int) -> dict[LinearRole, _LinearSize]:
+    """Of attention and feed-forward."""
     attention, mlp = layer.attention, layer.mlp
     query_size = attention.num_heads * attention.head_dim
     key_size = attention.num_kv_heads * attention.head_dim
-    qkv_rows = (query_size, key_size, key_size)
+    qkv_rows: tuple[int, ...] = (query_size, key_size, key_size)
+    if attention.kv_layer is not None:
+        qkv_rows = qkv_rows[:1]
+    elif attention.head_order == "keys_as_values":
+        qkv_rows = qkv_rows[:2]
     sizes: dict[LinearRole, _LinearSize] = {
         "qkv": _LinearSize(in_features=hidden_size, rows=qkv_rows, bias=attention.qkv_bias),
         "output": _LinearSize(in_features=query_size, rows=(hidden_size,), bias=attention.output_bias),

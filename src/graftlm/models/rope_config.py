@@ -82,6 +82,23 @@ def rope_of(
     return RopeSpec(theta=theta, dims=dims, scaling=scaling, attention_factor=attention_factor)
 
 
+def proportional_rope(settings: ConfigReader, head_dim: int, *, theta: float, share: float) -> RopeSpec:
+    """Rotary positions of a share of a head's pairs, at the frequencies they have in the whole; the others stand still.
+
+    Args:
+        theta, share: what counts when the settings do not say.
+
+    Raises:
+        CheckpointError: an unknown setting.
+    """
+    settings.ignore("rope_type")
+    turning = int(settings.number("partial_rotary_factor", share) * head_dim // 2)
+    factors = (settings.number("factor", 1.0),) * turning + (math.inf,) * (head_dim // 2 - turning)
+    theta = settings.number("rope_theta", theta)
+    settings.refuse_unread()
+    return RopeSpec(theta=theta, dims=head_dim, scaling=FrequencyFactors(factors=factors))
+
+
 def _default(config: ConfigReader, settings: ConfigReader) -> tuple[None, float]:
     return None, 1.0
 

@@ -69,6 +69,7 @@ class SiteMap:
     default_targets, ia3_targets, ia3_feedforward, ln_tuning_targets: what PEFT targets when a config names nothing, as
         in `NameMap`.
     tied_head: whether embedding and head share one matrix. embedding_size: width of a row of either.
+    has_token_inputs: every layer reads the token itself, so that there can be no other than the vocabulary's.
     """
 
     matrices: Mapping[str, LinearSite]
@@ -89,6 +90,7 @@ class SiteMap:
     vocab_size: int
     embedding_size: int
     tied_head: bool
+    has_token_inputs: bool
 
     @property
     def plain_linears(self) -> frozenset[str]:
@@ -162,6 +164,7 @@ def map_sites(spec: ModelSpec, names: NameMap) -> SiteMap:
         vocab_size=spec.vocab_size,
         embedding_size=spec.embedding_size,
         tied_head=spec.head.tied,
+        has_token_inputs=spec.layer_inputs is not None,
     )
 
 

@@ -13,13 +13,25 @@ from graftlm.models.rope_spec import RopeSpec
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 # Linear layers of a decoder layer; "qkv" and "gate_up" may hold several modules of the checkpoint, stacked.
 LinearRole = Literal[
-    "qkv", "output", "gate_up", "up", "down", "router", "shared_gate_up", "shared_down", "shared_expert_gate"
+    "qkv",
+    "output",
+    "gate_up",
+    "up",
+    "down",
+    "router",
+    "shared_gate_up",
+    "shared_down",
+    "shared_expert_gate",
+    "layer_input_gate",
+    "layer_input_up",
 ]
 # Those of one expert.
 ExpertRole = Literal["gate_up", "down"]
 # Tensors of a decoder layer that are no module's weight or bias.
-ParameterRole = Literal["sinks"]
-NormRole = Literal["pre_attention", "post_attention", "pre_mlp", "post_mlp", "query", "key"]
+ParameterRole = Literal["sinks", "layer_scalar"]
+NormRole = Literal[
+    "pre_attention", "post_attention", "pre_mlp", "post_mlp", "query", "key", "value", "post_layer_input"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +73,7 @@ class AttentionSpec:
     rope: None for no rotary positions. alibi: None for no bias by position.
     window: a token sees this many tokens, itself included; None for all. softcap: c * tanh(score / c).
     sinks: each head has one more score, learned, that takes part in the softmax and has no value.
+    kv_layer: the earlier layer whose keys and values it reads; it has queries alone then. None for its own.
 
     Raises:
         CheckpointError: the numbers of heads do not fit each other.
@@ -72,12 +85,13 @@ class AttentionSpec:
     scale: float
     qkv_bias: bool = False
     output_bias: bool = False
-    head_order: Literal["concatenated", "grouped"] = "concatenated"
+    head_order: Literal["concatenated", "grouped", "keys_as_values"] = "concatenated"
     rope: RopeSpec | None = None
     alibi: AlibiSpec | None = None
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    kv_layer: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -140,16 +154,18 @@ class MoESpec:
 class LayerSpec:
     """One decoder layer.
 
-    norms: those it has. "query" and "key" are over heads or whole projections, by their size.
+    norms: those it has. "query" and "key" are over heads or whole projections, by their size; "value" over heads.
     wiring: "sequential": attention, then feed-forward, each with a norm before or after the branch or both;
         "sequential_normed_residual": the same, but the branch is added to its normed input; "parallel": both read the
         layer's input, under one norm or two; "post_norm": the sum of branch and residual is normed.
+    scaled: its output is multiplied by a number of its own.
     """
 
     attention: AttentionSpec
     mlp: MLPSpec | MoESpec
     norms: Mapping[NormRole, NormSpec]
     wiring: Literal["sequential", "sequential_normed_residual", "parallel", "post_norm"] = "sequential"
+    scaled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +182,19 @@ class EmbeddingSpec:
     num_positions: int | None = None
     position_offset: int = 0
     norm: NormSpec | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInputSpec:
+    """What every layer is told about each token besides its hidden state: `size` numbers for each layer, from a table
+    of tokens and from the embedded token; as in `layers.layer_inputs`.
+
+    norm: of the part made of the embedded token. activation: of the gate in each layer.
+    """
+
+    size: int
+    norm: NormSpec
+    activation: Activation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +217,7 @@ class ModelSpec:
     final_norm: NormSpec | None
     head: HeadSpec
     embedding: EmbeddingSpec = field(default_factory=EmbeddingSpec)
+    layer_inputs: LayerInputSpec | None = None
 
     @property
     def length_regimes(self) -> LengthRegimes:
@@ -219,11 +249,21 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerInputNames:
+    """Modules that make the inputs of all layers: the table of tokens, the projection of embedded tokens, its norm."""
+
+    table: str
+    projection: str
+    norm: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class NameMap:
     """Module paths of a family as transformers names them in memory: what PEFT targets, and what the tensors on disk
     are called unless `renames` says otherwise.
 
-    linears: role -> paths with {} for the layer index; several are stacked in this order, one may hold all of them.
+    linears: role -> paths with {} for the layer index; several are stacked in this order, one may hold all of them. A
+        layer with fewer projections (no values of its own, say) has the first of several.
     norms: the same for norms. parameters: the same for tensors that belong to no such module.
     experts: for families with a mixture of experts; the router is a linear module, though not to PEFT.
     conv1d: roles whose matrices are stored [in, out] (transformers' Conv1D).
@@ -246,6 +286,7 @@ class NameMap:
     project_out: str | None = None
     parameters: Mapping[ParameterRole, str] = field(default_factory=dict)
     experts: ExpertNames | None = None
+    layer_inputs: LayerInputNames | None = None
     conv1d: frozenset[LinearRole] = frozenset()
     renames: tuple[tuple[str, str], ...] = ()
     ignored_tensors: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ from graftlm.models.families.falcon import FALCON
 from graftlm.models.families.gemma import GEMMA
 from graftlm.models.families.gemma2 import GEMMA2
 from graftlm.models.families.gemma3 import GEMMA3, GEMMA3_TEXT
+from graftlm.models.families.gemma4 import GEMMA4, GEMMA4_TEXT
 from graftlm.models.families.gpt2 import GPT2
 from graftlm.models.families.gpt_bigcode import GPT_BIGCODE
 from graftlm.models.families.gpt_neox import GPT_NEOX
@@ -31,6 +32,8 @@ FAMILIES: dict[str, Family] = {
         GEMMA2,
         GEMMA3,
         GEMMA3_TEXT,
+        GEMMA4,
+        GEMMA4_TEXT,
         GPT2,
         GPT_BIGCODE,
         GPT_NEOX,

@@ -9,6 +9,7 @@ from graftlm.models.activations import ACTIVATIONS
 from graftlm.models.config_reader import ConfigReader
 from graftlm.models.families import llama_like
 from graftlm.models.spec import (
+    Activation,
     AttentionSpec,
     EmbeddingSpec,
     HeadSpec,
@@ -47,12 +48,18 @@ def inside(names: NameMap, path: str) -> NameMap:
     def moved(module: str) -> str:
         return module.replace("model.", f"{path}.", 1)
 
+    inputs = names.layer_inputs
+
     return replace(
         names,
         embedding=moved(names.embedding),
         final_norm=None if names.final_norm is None else moved(names.final_norm),
         linears={role: tuple(moved(module) for module in modules) for role, modules in names.linears.items()},
         norms={role: moved(module) for role, module in names.norms.items()},
+        layer_inputs=None
+        if inputs is None
+        else replace(inputs, table=moved(inputs.table), projection=moved(inputs.projection), norm=moved(inputs.norm)),
+        parameters={role: moved(parameter) for role, parameter in names.parameters.items()},
     )
 
 
@@ -61,14 +68,21 @@ def read_norm(config: ConfigReader) -> NormSpec:
     return NormSpec(eps=config.number("rms_norm_eps", 1e-6), offset=1.0, float32_product=True)
 
 
-def read_attention(config: ConfigReader, *, num_heads: int, num_kv_heads: int) -> AttentionSpec:
+def read_attention(
+    config: ConfigReader,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    directions: tuple[str | bool | None, ...] = (None, False),
+) -> AttentionSpec:
     """Heads, with 1/sqrt(head_dim) for a scale and no positions yet.
 
     Args:
         num_heads, num_kv_heads: how many a config that does not say has.
+        directions: values of `use_bidirectional_attention` under which no token of a text sees a later one; encoders
+            made of Gemma have others.
     """
-    # Encoders made of Gemma let a token see those after it.
-    config.require("use_bidirectional_attention", (None, False))
+    config.require("use_bidirectional_attention", directions)
     head_dim = config.integer("head_dim", 256)
     biased = config.flag("attention_bias")
     return AttentionSpec(
@@ -92,8 +106,13 @@ def read_mlp(config: ConfigReader) -> MLPSpec:
     config.require("hidden_act", (None, "gelu", "gelu_pytorch_tanh"))
     return MLPSpec(
         intermediate_size=config.integer("intermediate_size", 9216),
-        activation=config.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
+        activation=read_activation(config),
     )
+
+
+def read_activation(config: ConfigReader) -> Activation:
+    """The one activation from Gemma 2 on."""
+    return config.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
 
 
 def read_model(

@@ -1,0 +1,35 @@
+"""Inputs that every layer has of its own for each token, besides the hidden state (per-layer embeddings)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from graftlm.layers.batch import RaggedBatch
+from graftlm.layers.embedding import Embedding
+from graftlm.layers.linear import Linear
+from graftlm.layers.norm import Norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInputs:
+    """(norm(projection(embedded) / sqrt(E)) + table[token]) / sqrt(2), cut into the layers' parts.
+
+    table: [V, L * P] rows, with their own factor. projection: E -> L * P. norm: over the P numbers of one layer.
+    Source: transformers' Gemma4TextModel.
+    """
+
+    table: Embedding
+    projection: Linear
+    norm: Norm
+    num_layers: int
+
+    def __call__(self, batch: RaggedBatch, embedded: Tensor) -> tuple[Tensor, ...]:
+        """embedded: [T, E], the tokens as the first layer sees them -> [T, P] for each layer."""
+        projected = self.projection(embedded, batch.segments) * embedded.shape[-1] ** -0.5
+        parts = (embedded.shape[0], self.num_layers, -1)
+        context = self.norm(projected.view(parts), batch.segments)
+        tokens = self.table(batch.token_ids, ()).view(parts)
+        inputs = (context + tokens) * 2.0**-0.5
+        return tuple(inputs[:, layer] for layer in range(self.num_layers))

@@ -49,8 +49,8 @@ def measure(case: FamilyCase, folder: Path) -> dict[str, Any]:
     world.llm.shutdown()
     return {
         "model_type": config.model_type,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads,
+        "hidden_size": config.get_text_config().hidden_size,
+        "num_attention_heads": config.get_text_config().num_attention_heads,
         "differences": {name: float(f"{difference:.2g}") for name, difference in sorted(differences.items())},
     }
 

@@ -26,12 +26,6 @@ def wait_for_url(graft: GraftProcess) -> str:
     return match[1]
 
 
-def accepts_connections(url: str) -> bool:
-    host, port = url.removeprefix("http://").split(":")
-    with socket.socket() as connection:
-        return connection.connect_ex((host, int(port))) == 0
-
-
 def test_ctrl_c_lets_running_requests_finish_and_exits_with_0(files: Files) -> None:
     with graft_process("serve", *files.arguments, "--port", "0") as graft, httpx.Client(timeout=60) as http:
         url = wait_for_url(graft)
@@ -64,9 +58,10 @@ def test_a_second_ctrl_c_exits_at_once(files: Files) -> None:
             lines = reply.iter_lines()
             next(lines)
             graft.interrupt()
-            # It was heard once new connections are refused; the running request goes on.
-            while accepts_connections(url):
+            # It was heard once the server is not ready any more; the running request goes on.
+            while http.get(f"{url}/ready").status_code == 200:
                 next(lines)
+            assert http.get(f"{url}/health").status_code == 200
             graft.interrupt()
             with pytest.raises(httpx.RemoteProtocolError):
                 list(lines)

@@ -6,6 +6,7 @@ import json
 import shlex
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,7 +46,9 @@ def serve(
         float | None,
         typer.Option(min=0.001, help="Most seconds that a generation may take; a request may ask for fewer."),
     ] = None,
-    access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,
+    access_log: Annotated[
+        bool, typer.Option("--access-log", help="Write a line of JSON to stderr for every request.")
+    ] = False,
     engine: dict[str, Any],
 ) -> None:
     """Serve a model and its adapters over HTTP, as OpenAI does.
@@ -77,8 +80,9 @@ def serve(
             adapter_roots=adapter_root or (),
             enable_adapter_loading=enable_adapter_loading,
             request_timeout=request_timeout,
+            write_access=_write_line if access_log else None,
         )
-        _run(app, llm, listener, drain_seconds=drain_seconds, access_log=access_log, show_request=demo)
+        _run(app, llm, listener, drain_seconds=drain_seconds, show_request=demo)
 
 
 def _run(
@@ -87,7 +91,6 @@ def _run(
     listener: socket.socket,
     *,
     drain_seconds: float,
-    access_log: bool,
     show_request: bool,
 ) -> None:
     from graftlm.server.http_server import HTTPServer, url_of
@@ -101,8 +104,12 @@ def _run(
     # Uvicorn raises the signal again once it is through, for whoever ran it: nobody, and the exit code is 0.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    server = HTTPServer(app, llm, drain_seconds=drain_seconds, access_log=access_log, on_ready=announce)
+    server = HTTPServer(app, llm, drain_seconds=drain_seconds, on_ready=announce)
     server.run(sockets=[listener])
+
+
+def _write_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _names(llm: AsyncLLM) -> str:

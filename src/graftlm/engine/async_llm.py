@@ -66,8 +66,22 @@ class AsyncLLM:
         return self._open().adapters
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread runs, which it does until a shutdown is through."""
+        return self._thread.is_alive()
+
+    @property
     def is_running(self) -> bool:
-        return self._accepting and self._thread.is_alive()
+        """Whether requests are accepted."""
+        return self._accepting and self.is_alive
+
+    async def responds(self, *, within_seconds: float) -> bool:
+        """Whether the engine gets through its step, and with it to what it was told, in this time."""
+        loop, heard = asyncio.get_running_loop(), asyncio.Event()
+        self._commands.put(lambda: _wake(loop, heard))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(heard.wait(), within_seconds)
+        return heard.is_set()
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -304,6 +318,11 @@ class AsyncLLM:
     def _fail_all(self, engine: Engine, error: GraftError) -> None:
         for job_id in engine.core.abort_all():
             self._streams.pop(job_id).put(error)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    with suppress(RuntimeError):  # the loop is gone, and with it whoever waited
+        loop.call_soon_threadsafe(event.set)
 
 
 def _closed() -> EngineClosed:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fastapi import FastAPI
-from starlette.responses import JSONResponse, Response
 
 from graftlm.engine.async_llm import AsyncLLM
-from graftlm.errors import EngineClosed
+from graftlm.server.access_log import AccessLog
 from graftlm.server.adapters import adapter_routes, permitted_roots
 from graftlm.server.body_limit import BodyLimit
 from graftlm.server.chat import chat_routes
 from graftlm.server.completions import completion_routes
 from graftlm.server.errors import install_error_handlers
+from graftlm.server.health import health_routes
 from graftlm.server.models import model_routes
+from graftlm.server.request_ids import RequestIds
 
 MAX_BODY_BYTES = 8 << 20
 
@@ -27,6 +28,7 @@ def create_app(
     enable_adapter_loading: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
     request_timeout: float | None = None,
+    write_access: Callable[[str], None] | None = None,
 ) -> FastAPI:
     """An OpenAI-compatible application over a running engine, which it does not shut down.
 
@@ -35,6 +37,7 @@ def create_app(
         enable_adapter_loading: whether they may at all.
         max_body_bytes: a larger request is answered 413 before it is parsed.
         request_timeout: most seconds that a generation may take; a request may ask for fewer.
+        write_access: gets one line of JSON for each request, as `AccessLog` describes it.
 
     Raises:
         ConfigurationError: loading is on without a root, a root is given without loading, or a root is no folder.
@@ -46,16 +49,15 @@ def create_app(
         completion_routes(llm, request_timeout=request_timeout),
         chat_routes(llm, request_timeout=request_timeout),
         model_routes(llm),
+        health_routes(llm),
         adapter_routes(llm, roots),
     ):
         app.include_router(router)
 
-    @app.get("/health")
-    async def health() -> Response:
-        if not llm.is_running:
-            raise EngineClosed("the engine is not running", do="restart the server")
-        return JSONResponse({"status": "ok"})
-
     install_error_handlers(app)
+    # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    if write_access is not None:
+        app.add_middleware(AccessLog, write=write_access)
+    app.add_middleware(RequestIds)
     return app

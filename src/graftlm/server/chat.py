@@ -13,6 +13,7 @@ from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.outputs import CompletionOutput, RequestOutput
 from graftlm.server.logprobs import chat_logprobs
 from graftlm.server.replies import ChatChoice, ChatChunkChoice, ChatDelta, Envelope, TokenCount
+from graftlm.server.request_ids import request_id_of
 from graftlm.server.schemas import ChatRequest
 from graftlm.server.streaming import EventStream, collect, merged, submit
 
@@ -23,6 +24,7 @@ def chat_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        request.state.model = body.model
         adapter = llm.resolve_model(body.model)
         params = body.sampling_params()
         messages = [message.for_template() for message in body.messages]
@@ -31,7 +33,11 @@ def chat_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRouter:
         streams = await submit(llm, [list(prompt_token_ids)], params, adapter=adapter, timeout=timeout)
         if body.stream:
             envelope = Envelope(prefix="chatcmpl", kind="chat.completion.chunk", model=body.model)
-            return EventStream(_chunks(envelope, body, merged(streams), num_choices=params.n), streams)
+            return EventStream(
+                _chunks(envelope, body, merged(streams), num_choices=params.n),
+                streams,
+                request_id=request_id_of(request),
+            )
         envelope = Envelope(prefix="chatcmpl", kind="chat.completion", model=body.model)
         [output] = await collect(request, streams)
         count = TokenCount()

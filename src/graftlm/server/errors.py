@@ -30,6 +30,7 @@ from graftlm.errors import (
     ModelNotFound,
     StepFailed,
 )
+from graftlm.server.request_ids import HEADER, request_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +112,14 @@ def error_reply(error: Exception) -> ErrorReply:
     )
 
 
-def log_unforeseen(error: Exception) -> None:
-    """Put the cause that the client is not told into the log. The engine has logged its own failures."""
-    if not isinstance(error, GraftError) and error_reply(error).status == 500:
-        logger.error("a request failed", exc_info=error)
+def log_failure(error: Exception, request_id: str) -> None:
+    """Put what is the server's fault into the log, with the cause that the client is not told. The engine has logged
+    its own failures with theirs."""
+    if isinstance(error, GraftError):
+        if error_reply(error).status >= 500:
+            logger.error("request %s failed: %s", request_id, error)
+    elif error_reply(error).status == 500:
+        logger.error("request %s failed", request_id, exc_info=error)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -127,13 +132,15 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 async def _reply_to_error(request: Request, error: Exception) -> Response:
-    log_unforeseen(error)
+    log_failure(error, request_id_of(request))
     return error_reply(error).response()
 
 
 async def _reply_to_surprise(request: Request, error: Exception) -> Response:
-    # Starlette raises it again behind this reply, and uvicorn logs it then.
-    return error_reply(error).response()
+    # Starlette raises it again behind this reply, and uvicorn logs its traceback then. The reply passes no middleware.
+    request_id = request_id_of(request)
+    logger.error("request %s failed: %s", request_id, type(error).__name__)
+    return error_reply(error).response({HEADER: request_id})
 
 
 async def _reply_to_nobody(request: Request, error: Exception) -> Response:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.errors import ConfigurationError
 
-# Uvicorn's own limit on waiting is only a net below the engine's, which ends each request properly.
+# What is left of the time to drain, and this much more, is for clients to take what they have been answered.
 _MARGIN_SECONDS = 5
 
 
@@ -50,8 +50,8 @@ def url_of(listener: socket.socket) -> str:
 class HTTPServer(uvicorn.Server):
     """Uvicorn around one engine.
 
-    The first SIGINT or SIGTERM stops new connections and gives running requests `drain_seconds`; then the engine ends
-    them and `run` returns. A second signal ends the process at once.
+    After the first SIGINT or SIGTERM new requests are answered 503, and running ones have `drain_seconds` to finish;
+    then the engine ends them, connections are closed and `run` returns. A second signal ends the process at once.
 
     Args:
         on_ready: called when connections are accepted.
@@ -63,16 +63,14 @@ class HTTPServer(uvicorn.Server):
         llm: AsyncLLM,
         *,
         drain_seconds: float = 10,
-        access_log: bool = False,
         on_ready: Callable[[], None],
     ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 lifespan="off",
-                log_level="info" if access_log else "warning",
-                access_log=access_log,
-                timeout_graceful_shutdown=int(drain_seconds) + _MARGIN_SECONDS,
+                log_level="warning",
+                access_log=False,
             )
         )
         self._llm = llm
@@ -88,7 +86,12 @@ class HTTPServer(uvicorn.Server):
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await asyncio.gather(super().shutdown(sockets), self._llm.shutdown(drain_seconds=self._drain_seconds))
+        # While it drains the server still listens, so that whoever asks is told that it is on its way out.
+        begun = time.monotonic()
+        await self._llm.shutdown(drain_seconds=self._drain_seconds)
+        left = max(self._drain_seconds - (time.monotonic() - begun), 0)
+        self.config.timeout_graceful_shutdown = int(left) + _MARGIN_SECONDS
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if self.should_exit:

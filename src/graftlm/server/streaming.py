@@ -19,7 +19,7 @@ from graftlm.engine.prompt import Prompt as EnginePrompt
 from graftlm.engine.request_stream import RequestStream
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.errors import ContextLengthExceeded, EngineClosed
-from graftlm.server.errors import ClientGone, error_reply, log_unforeseen
+from graftlm.server.errors import ClientGone, error_reply, log_failure
 from graftlm.server.prompts import Prompt
 
 
@@ -133,8 +133,10 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[Mapping[str, Any]], streams: Sequence[RequestStream]) -> None:
-        self._events = _events(chunks)
+    def __init__(
+        self, chunks: AsyncGenerator[Mapping[str, Any]], streams: Sequence[RequestStream], *, request_id: str
+    ) -> None:
+        self._events = _events(chunks, request_id)
         self._streams = streams
         super().__init__(self._events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -146,14 +148,14 @@ class EventStream(StreamingResponse):
             await self._events.aclose()
 
 
-async def _events(chunks: AsyncGenerator[Mapping[str, Any]]) -> AsyncGenerator[bytes]:
+async def _events(chunks: AsyncGenerator[Mapping[str, Any]], request_id: str) -> AsyncGenerator[bytes]:
     try:
         async with aclosing(chunks):
             async for chunk in chunks:
                 yield _event(chunk)
     except Exception as error:
         # The status line is long gone: the failure is an event, and the stream ends without [DONE].
-        log_unforeseen(error)
+        log_failure(error, request_id)
         yield _event(error_reply(error).body)
         return
     yield b"data: [DONE]\n\n"

@@ -31,7 +31,11 @@ from tests.parity.method_rig import (
 from tests.tiny import make_model
 
 # PEFT warns of a head among the targets, whose weight it saves as well, and of block sizes that it adjusts.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+    # Prefix tuning hands its cache to transformers under the old name.
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning"),
+]
 
 BASES = (
     "bloom",
@@ -56,6 +60,10 @@ ALL_OF_PHI = ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"]
 CASES: dict[str, Case] = {
     "bloom-by-default": ("bloom", peft.LoraConfig, {}),
     "bloom-all-linear": ("bloom", peft.LoraConfig, {"target_modules": "all-linear", "bias": "all"}),
+    "bloom-prefix": ("bloom", peft.PrefixTuningConfig, {"num_virtual_tokens": 3}),
+    "neox-prefix": ("gpt_neox", peft.PrefixTuningConfig, {"num_virtual_tokens": 3}),
+    "mistral-window-prefix": ("mistral_window", peft.PrefixTuningConfig, {"num_virtual_tokens": 20}),
+    "phi-prefix": ("phi", peft.PrefixTuningConfig, {"num_virtual_tokens": 3}),
     "bloom-norms-saved": (
         "bloom",
         peft.LoraConfig,
@@ -255,6 +263,18 @@ def test_a_head_with_a_bias_may_have_another_length_for_an_adapter(
     torch.testing.assert_close(logits[:, :vocab_size], reference.logits, rtol=1e-4, atol=1e-4)
     assert torch.isneginf(logits[:, vocab_size:]).all()
     llms["phi"].unload_adapter("resized")
+
+
+def test_a_prefix_for_heads_that_share_keys_here_is_refused_by_name(tmp_path: Path) -> None:
+    """transformers' Falcon 40B keeps a key for every query head, and PEFT a prefix for each."""
+    base = make_model(tmp_path / "base", FAMILY_CASES["falcon_40b"].config())
+    folder = make_adapter(
+        base, tmp_path / "prefix", peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
+    llm = LLM(base)
+    with pytest.raises(AdapterIncompatible, match="another number of key-value heads; got: num_attention_heads=4"):
+        llm.load_adapter("prefix", folder)
+    llm.shutdown()
 
 
 def test_token_rows_of_a_head_with_trained_biases_are_refused_by_name(

@@ -43,7 +43,11 @@ from tests.parity.method_rig import (
 )
 
 # PEFT warns of a head among the targets, whose weight it saves as well, and of block sizes that it adjusts.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+    # Prefix tuning hands its cache to transformers under the old name.
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning"),
+]
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -131,6 +135,12 @@ CASES: dict[str, Case] = {
     ),
     "prompt-tuning": ("untied", peft.PromptTuningConfig, {"num_virtual_tokens": 5}),
     "prompt-tuning-tied": ("tied", peft.PromptTuningConfig, {"num_virtual_tokens": 17}),
+    "prefix-tuning": ("untied", peft.PrefixTuningConfig, {"num_virtual_tokens": 5}),
+    "prefix-tuning-projected": (
+        "tied",
+        peft.PrefixTuningConfig,
+        {"num_virtual_tokens": 17, "prefix_projection": True, "encoder_hidden_size": 16},
+    ),
     "p-tuning": ("biased", peft.PromptEncoderConfig, {"num_virtual_tokens": 3, "encoder_hidden_size": 16}),
 }
 
@@ -199,7 +209,7 @@ def test_every_method_of_peft_is_served_or_refused_with_a_reason() -> None:
 def test_a_method_that_is_not_served_is_refused_with_its_reason(
     llms: dict[str, LLM], folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    folder = copy_of(folders["prompt-tuning"], tmp_path, peft_type="PREFIX_TUNING")
+    folder = copy_of(folders["prompt-tuning"], tmp_path, peft_type="CARTRIDGE")
     with pytest.raises(AdapterUnsupported, match="it starts from a key-value cache"):
         llms["untied"].load_adapter("refused", folder)
 
@@ -237,6 +247,9 @@ def test_a_method_that_is_not_served_is_refused_with_its_reason(
         ("prompt-tuning", {"num_virtual_tokens": 0}, AdapterCorrupt, "virtual tokens"),
         ("prompt-tuning", {"num_transformer_submodules": 2}, AdapterUnsupported, "submodules"),
         ("prompt-tuning", {"modules_to_save": ["lm_head"]}, AdapterUnsupported, "modules_to_save"),
+        ("prefix-tuning", {"num_virtual_tokens": 4}, AdapterIncompatible, "prompt_embeddings"),
+        ("prefix-tuning", {"num_attention_heads": 4}, AdapterIncompatible, "key-value heads"),
+        ("prefix-tuning", {"num_transformer_submodules": 2}, AdapterUnsupported, "submodules"),
     ],
 )
 def test_what_a_config_asks_for_in_vain_is_refused_by_name(
@@ -307,11 +320,12 @@ def test_virtual_tokens_count_towards_the_context(bases: dict[str, Path], folder
 def test_a_learned_prompt_may_be_computed_in_several_steps(
     bases: dict[str, Path], folders: dict[str, Path], expected: dict[str, Expected]
 ) -> None:
-    adapters = {name: folders[name] for name in ("prompt-tuning", "boft-two-factors-by-number")}
+    adapters = {name: folders[name] for name in ("prompt-tuning", "prefix-tuning", "boft-two-factors-by-number")}
     llm = LLM(bases["untied"], max_num_batched_tokens=4, max_num_seqs=4, adapters=adapters)
-    assert generate(llm, ["prompt-tuning", "prompt-tuning"]) == [expected["prompt-tuning"].token_ids] * 2
-    logits = llm.logits(PROMPT, adapter="prompt-tuning")
-    torch.testing.assert_close(logits, expected["prompt-tuning"].logits, rtol=1e-4, atol=1e-4)
+    for name in ("prompt-tuning", "prefix-tuning"):
+        assert generate(llm, [name, None, name])[::2] == [expected[name].token_ids] * 2
+        logits = llm.logits(PROMPT, adapter=name)
+        torch.testing.assert_close(logits, expected[name].logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_virtual_token_cannot_be_named_by_a_prompt(llms: dict[str, LLM]) -> None:

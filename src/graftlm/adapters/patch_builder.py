@@ -25,6 +25,7 @@ from graftlm.layers.patch import (
     OutputTransform,
     PartOverride,
     PartTransform,
+    PrefixPatch,
     ReplacedRows,
     Slot,
 )
@@ -62,6 +63,7 @@ class PatchBuilder:
         self._linears: dict[str, _LinearChanges] = defaultdict(_LinearChanges)
         self._norms: dict[Slot, NormPatch] = {}
         self._embedding: _EmbeddingChanges | None = None
+        self._prefix: PrefixPatch | None = None
         self._modules: dict[str, BoundModule] = {}
 
     @property
@@ -89,6 +91,10 @@ class PatchBuilder:
         if not (torch.isfinite(lora_a).all() and torch.isfinite(lora_b).all()):
             raise AdapterCorrupt(f"lora_B of {path} times its scaling is not finite")
         self._linears[path].pairs.append((lora_a, lora_b))
+
+    def add_prefix(self, prefix: PrefixPatch) -> None:
+        """Keys and values of the virtual tokens."""
+        self._prefix = prefix
 
     def transform_output(self, path: str, transform: OutputTransform) -> None:
         """Change the module's own output, before any low-rank update is added."""
@@ -141,6 +147,7 @@ class PatchBuilder:
             norms=dict(self._norms),
             embedding=None if embedding is None else EmbeddingPatch(**vars(embedding)),
             head=self._head(self._linears[head_path]) if head_path in self._linears else None,
+            prefix=self._prefix,
         )
 
     def _embedding_changes(self) -> _EmbeddingChanges:

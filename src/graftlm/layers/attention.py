@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from graftlm.kernels import ops
+from graftlm.layers.batch import RaggedBatch
 from graftlm.layers.linear import Linear
 from graftlm.layers.norm import Norm
 from graftlm.layers.patch import Segment
@@ -77,9 +78,22 @@ class Attention:
         if self._rotary is not None:
             angles = step.angles[self._rotary]
             query, key = ops.apply_rotary(query, *angles), ops.apply_rotary(key, *angles)
+        self._put_prefixes(key, value, step.batch)
         step.key_values.write(self._cache_layer, self._cache_group, key, value)
         attended = step.key_values.attend(self._cache_layer, self._cache_group, query, self._scores)
         return self._output(attended.reshape(x.shape[0], -1), segments)
+
+    def _put_prefixes(self, key: Tensor, value: Tensor, batch: RaggedBatch) -> None:
+        """Where an adapter has keys and values of its own for the first positions, they take the place of what was
+        computed there."""
+        for segment in batch.segments:
+            prefix = segment.patch.prefix
+            if prefix is not None:
+                keys, values = prefix.keys[self._cache_layer], prefix.values[self._cache_layer]
+                positions = batch.positions[segment.start : segment.stop]
+                rows = (positions < len(keys)).nonzero()[:, 0]
+                key[segment.start : segment.stop][rows] = keys[positions[rows]]
+                value[segment.start : segment.stop][rows] = values[positions[rows]]
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, H, D], [T, K, D], [T, K, D]."""

@@ -167,6 +167,21 @@ class NormPatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrefixPatch:
+    """Keys and values of a sequence's first n positions, instead of those computed there.
+
+    keys, values: one for each of the decoder's sets of keys and values, [n, K, D]; keys as they are after rotation.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelPatch:
     """Everything an adapter does."""
 
@@ -174,14 +189,15 @@ class ModelPatch:
     norms: Mapping[Slot, NormPatch] = field(default_factory=dict)
     embedding: EmbeddingPatch | None = None
     head: HeadPatch | None = None
+    prefix: PrefixPatch | None = None
 
     @property
     def num_bytes(self) -> int:
+        single = (self.embedding, self.head, self.prefix)
         return (
             sum(patch.num_bytes for patch in self.linears.values())
             + sum(patch.num_bytes for patch in self.norms.values())
-            + (0 if self.embedding is None else self.embedding.num_bytes)
-            + (0 if self.head is None else self.head.num_bytes)
+            + sum(patch.num_bytes for patch in single if patch is not None)
         )
 
 

@@ -70,6 +70,7 @@ class SiteMap:
         in `NameMap`.
     tied_head: whether embedding and head share one matrix. embedding_size: width of a row of either.
     has_token_inputs: every layer reads the token itself, so that there can be no other than the vocabulary's.
+    key_shapes: heads and head size of the keys, of each layer that has keys of its own.
     """
 
     matrices: Mapping[str, LinearSite]
@@ -91,6 +92,7 @@ class SiteMap:
     embedding_size: int
     tied_head: bool
     has_token_inputs: bool
+    key_shapes: tuple[tuple[int, int], ...]
 
     @property
     def plain_linears(self) -> frozenset[str]:
@@ -165,6 +167,11 @@ def map_sites(spec: ModelSpec, names: NameMap) -> SiteMap:
         embedding_size=spec.embedding_size,
         tied_head=spec.head.tied,
         has_token_inputs=spec.layer_inputs is not None,
+        key_shapes=tuple(
+            (layer.attention.num_kv_heads, layer.attention.head_dim)
+            for layer in spec.layers
+            if layer.attention.kv_layer is None
+        ),
     )
 
 

@@ -59,10 +59,12 @@ def compile_p_tuning(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseW
     return _compile_prompt("P-tuning", raw, tensors, base)
 
 
-def _compile_prompt(method: str, raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeights) -> CompiledAdapter:
-    """The virtual tokens get ids beyond the vocabulary, which no prompt names and no logit has.
+def read_num_virtual_tokens(raw: Mapping[str, Any]) -> int:
+    """How many tokens a learned prompt or prefix has.
 
-    What is saved for them is what PEFT puts beside the embedding's outputs, and no row of the embedding's table.
+    Raises:
+        AdapterUnsupported: it is for several submodules.
+        AdapterCorrupt: there are none, or it is no number.
     """
     if raw.get("num_transformer_submodules") not in (None, 1):
         raise AdapterUnsupported(
@@ -73,6 +75,15 @@ def _compile_prompt(method: str, raw: Mapping[str, Any], tensors: ModuleTensors,
     count = read_count("num_virtual_tokens", raw.get("num_virtual_tokens"), 0)
     if count == 0:
         raise AdapterCorrupt("adapter_config.json: there are no virtual tokens", got="num_virtual_tokens=0")
+    return count
+
+
+def _compile_prompt(method: str, raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeights) -> CompiledAdapter:
+    """The virtual tokens get ids beyond the vocabulary, which no prompt names and no logit has.
+
+    What is saved for them is what PEFT puts beside the embedding's outputs, and no row of the embedding's table.
+    """
+    count = read_num_virtual_tokens(raw)
     embeddings = tensors.require(WHOLE_MODEL, "prompt_embeddings")
     check_shape("prompt_embeddings", embeddings, (count, base.sites.embedding_size))
     first = base.sites.vocab_size

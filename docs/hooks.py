@@ -21,6 +21,7 @@ from graftlm.config import EngineConfig
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.models.families import FAMILIES
 from graftlm.server.errors import STATUS_AND_CODE
+from graftlm.server.metrics import metric_table
 
 # mkdocs runs as a program of its own, which does not look for modules where it is started.
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -64,6 +65,13 @@ def errors() -> str:
         meaning = (error.__doc__ or "").strip().splitlines()[0]
         rows.append(f"| `{error.__name__}` | {status} | {f'`{code}`' if code else ''} | {meaning} |")
     return "\n".join(rows)
+
+
+def metrics() -> str:
+    rows = ["| name | kind | labels | meaning |", "| --- | --- | --- | --- |"]
+    return "\n".join(
+        [*rows, *(f"| `{name}` | {kind} | {labels} | {text} |" for name, kind, labels, text in metric_table())]
+    )
 
 
 def commands() -> str:
@@ -125,6 +133,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "errors": errors,
     "families": families,
     "family_parity_run": family_parity_run,
+    "metrics": metrics,
     "refused_fields": conformance.refused_fields,
     "refused_methods": refused_methods,
     "sampling_params": sampling_params,

@@ -19,6 +19,7 @@ from graftlm.engine.completion_rate import CompletionRate
 from graftlm.engine.engine import Engine
 from graftlm.engine.job import Job
 from graftlm.engine.memory import return_free_memory
+from graftlm.engine.metrics import EngineNumbers, EngineState
 from graftlm.engine.outputs import RequestFailure, RequestOutput
 from graftlm.engine.prompt import Prompt
 from graftlm.engine.request_stream import RequestStream, deadline_exceeded
@@ -86,6 +87,16 @@ class AsyncLLM:
     @property
     def num_unfinished_requests(self) -> int:
         return len(self._streams)
+
+    def read_metrics(self) -> tuple[EngineNumbers, EngineState]:
+        """What was done so far, and how full the engine is. Also while it drains.
+
+        Raises:
+            EngineClosed
+        """
+        if self._engine is None:
+            raise _closed()
+        return self._engine.metrics.read(), self._engine.state
 
     @property
     def num_free_blocks(self) -> int:

@@ -51,6 +51,11 @@ class CacheBlocks:
         """Free blocks in all groups together."""
         return sum(group.pool.num_free for group in self._groups)
 
+    @property
+    def num_blocks(self) -> int:
+        """Free and held blocks of all groups together."""
+        return sum(group.pool.num_blocks for group in self._groups)
+
     def empty_tables(self) -> list[BlockTable]:
         """Tables of a sequence that holds nothing, one for each group."""
         return [BlockTable() for _ in self._groups]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections.abc import Iterable, Sequence
 
@@ -14,6 +15,7 @@ from graftlm.engine.answer import describe_logprobs
 from graftlm.engine.cache_blocks import CacheBlocks
 from graftlm.engine.executor import LocalExecutor
 from graftlm.engine.job import Job, delta
+from graftlm.engine.metrics import EngineMetrics
 from graftlm.engine.outputs import CompletionOutput, RequestFailure, RequestOutput, TokenLogprob
 from graftlm.engine.request import Request
 from graftlm.engine.sampler import SampledToken, row_logprobs, sample
@@ -33,11 +35,13 @@ class EngineCore:
         executor: LocalExecutor,
         blocks: CacheBlocks,
         registry: AdapterRegistry,
+        metrics: EngineMetrics,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._blocks = blocks
         self._registry = registry
+        self._metrics = metrics
         self._jobs: dict[str, Job] = {}
         self._job_of_request: dict[str, Job] = {}
 
@@ -58,6 +62,10 @@ class EngineCore:
     @property
     def num_free_blocks(self) -> int:
         return self._blocks.num_free
+
+    @property
+    def num_blocks(self) -> int:
+        return self._blocks.num_blocks
 
     def add(self, job: Job) -> None:
         """Start a job. The core gives its adapter back to the registry when the job ends, however it ends."""
@@ -97,6 +105,9 @@ class EngineCore:
         if not plan.sequences:
             return []
         job_ids = dict.fromkeys(self._job_of_request[sequence.request_id].job_id for sequence in plan.sequences)
+        for job_id in job_ids:
+            self._metrics.scheduled(self._jobs[job_id])
+        begun = time.perf_counter()
         try:
             return [*self._compute(plan)]
         except Exception as cause:
@@ -104,6 +115,8 @@ class EngineCore:
             # The frames hold the step's tensors, and the error outlives it.
             traceback.clear_frames(cause.__traceback__)
             return self._fail(job_ids, cause)
+        finally:
+            self._metrics.stepped(time.perf_counter() - begun)
 
     def _compute(self, plan: SchedulerOutput) -> list[RequestOutput]:
         logits = self._executor.execute(plan.sequences)
@@ -203,6 +216,8 @@ class EngineCore:
         if request.finish_reason is not None:
             text += answer.flush()
         logprobs = None
+        if token is not None:
+            self._metrics.produced(job, request.index, 1)
         if token is not None and token.logprobs is not None:
             logprobs = (describe_logprobs(token.token_id, token.logprobs, job.tokenizer),)
         return delta(request, text, () if token is None else (token.token_id,), logprobs)
@@ -215,6 +230,7 @@ class EngineCore:
 
     def _retire(self, job: Job) -> None:
         del self._jobs[job.job_id]
+        self._metrics.ended(job)
         for request in job.requests:
             del self._job_of_request[request.request_id]
         if job.adapter is not None:

@@ -23,6 +23,7 @@ from graftlm.engine.core import EngineCore
 from graftlm.engine.executor import LocalExecutor
 from graftlm.engine.job import Job
 from graftlm.engine.memory import trim_heap
+from graftlm.engine.metrics import EngineMetrics, EngineState
 from graftlm.engine.prompt import Prompt, PromptChecker
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.engine.scheduler import Scheduler
@@ -78,7 +79,8 @@ class Engine:
         self._loading = threading.Lock()
         folder, gguf_file = checkpoint.tokenizer_files
         self._texts = AdapterTexts(self.tokenizer, folder if gguf_file is None else None)
-        self.core = _core(config, decoder, plan, self.registry)
+        self.metrics = EngineMetrics(base_name=self.model_name)
+        self.core = _core(config, decoder, plan, self.registry, self.metrics)
         self._checker = PromptChecker(
             self.tokenizer,
             vocab_size=decoder.vocab_size,
@@ -91,6 +93,19 @@ class Engine:
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         return self.registry.adapters
+
+    @property
+    def state(self) -> EngineState:
+        """How full it is now. Any thread may ask."""
+        adapters = self.adapters.values()
+        return EngineState(
+            num_running=self.core.num_running,
+            num_waiting=self.core.num_waiting,
+            num_free_blocks=self.core.num_free_blocks,
+            num_blocks=self.core.num_blocks,
+            num_adapters=len(adapters),
+            adapter_bytes=sum(adapter.num_bytes for adapter in adapters),
+        )
 
     def load_adapter(self, name: str, source: str | Path) -> Adapter:
         """Read, check and register an adapter. Safe to call from any thread: running jobs do not notice.
@@ -169,7 +184,9 @@ class Engine:
                 self.registry.release(held)
 
 
-def _core(config: EngineConfig, decoder: Decoder, plan: CachePlan, registry: AdapterRegistry) -> EngineCore:
+def _core(
+    config: EngineConfig, decoder: Decoder, plan: CachePlan, registry: AdapterRegistry, metrics: EngineMetrics
+) -> EngineCore:
     cache = KVCache(
         decoder.kv_shapes,
         num_blocks=plan.num_blocks,
@@ -189,7 +206,8 @@ def _core(config: EngineConfig, decoder: Decoder, plan: CachePlan, registry: Ada
         prefix_cache=config.prefix_cache,
         length_regimes=decoder.length_regimes,
     )
-    return EngineCore(scheduler=scheduler, executor=LocalExecutor(decoder, cache), blocks=blocks, registry=registry)
+    executor = LocalExecutor(decoder, cache)
+    return EngineCore(scheduler=scheduler, executor=executor, blocks=blocks, registry=registry, metrics=metrics)
 
 
 def _device(name: str) -> torch.device:

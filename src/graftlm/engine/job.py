@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from graftlm.adapters import Adapter
@@ -18,6 +19,7 @@ class Job:
     prompt_token_ids: as sent, without the adapter's virtual tokens.
     adapter: held in the registry by whoever made the job, until the core retires it.
     tokenizer: the adapter's own, or the base's. texts: one per request.
+    arrived: when it was made, in seconds of `time.perf_counter`.
     prompt_logprobs: grows while the prompt is computed, if it was asked for.
     """
 
@@ -28,12 +30,18 @@ class Job:
     texts: tuple[AnswerText, ...]
     adapter: Adapter | None
     tokenizer: Tokenizer
+    arrived: float = field(default_factory=time.perf_counter)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_was_reported: bool = False
 
     @property
     def finished(self) -> bool:
         return all(request.finish_reason is not None for request in self.requests)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many of the prompt's tokens, as sent, were in the cache when its first answer began."""
+        return min(self.requests[0].num_cached_tokens or 0, len(self.prompt_token_ids))
 
     def output(self, *deltas: CompletionOutput) -> RequestOutput:
         """What moved, as callers see it. The prompt's log-probabilities come once, with the first delta."""
@@ -47,7 +55,7 @@ class Job:
             finished=self.finished,
             adapter=None if self.adapter is None else self.adapter.name,
             num_output_tokens=sum(len(request.output_token_ids) for request in self.requests),
-            num_cached_tokens=min(self.requests[0].num_cached_tokens or 0, len(self.prompt_token_ids)),
+            num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
         )
 

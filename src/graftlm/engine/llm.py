@@ -14,6 +14,7 @@ from graftlm.adapters import Adapter, AdapterChoice, choice_name
 from graftlm.config import EngineConfig
 from graftlm.engine.engine import Engine
 from graftlm.engine.memory import return_free_memory
+from graftlm.engine.metrics import EngineNumbers
 from graftlm.engine.outputs import OutputCollector, RequestFailure, RequestOutput
 from graftlm.engine.prompt import Prompt
 from graftlm.engine.sampling_params import SamplingParams
@@ -132,6 +133,11 @@ class LLM:
             return engine.token_logits(
                 {"prompt_token_ids": token_ids}, None if adapter is None else choice_name(adapter)
             )
+
+    @property
+    def metrics(self) -> EngineNumbers:
+        """What was done so far."""
+        return self._open().metrics.read()
 
     def load_adapter(self, name: str, path: str | Path) -> Adapter:
         """Load a PEFT adapter from a folder, weights file or hub id; it answers to `name` from now on.

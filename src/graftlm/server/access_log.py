@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from graftlm.server.errors import error_code_of
 from graftlm.server.request_ids import request_id_of
 
 
@@ -17,7 +18,8 @@ class AccessLog:
     """Middleware inside of `RequestIds`.
 
     A line has `time` (of its end, UTC), `request_id`, `client`, `method`, `path` without the query, `model` if the body
-    named one, `status` and `seconds` to the last byte. `status` is null when the client left before there was a reply.
+    named one, `status`, `error` (its code) and `seconds` to the last byte. `status` is null when the client left before
+    there was a reply.
 
     Args:
         write: gets each line, without a line break.
@@ -59,6 +61,7 @@ def _line(connection: HTTPConnection, status: int | None, seconds: float) -> str
         "path": connection.scope["path"],
         "model": getattr(connection.state, "model", None),
         "status": status,
+        "error": error_code_of(connection),
         "seconds": round(seconds, 6),
     }
     return json.dumps(entry)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.server.access_log import AccessLog
@@ -15,6 +16,7 @@ from graftlm.server.chat import chat_routes
 from graftlm.server.completions import completion_routes
 from graftlm.server.errors import install_error_handlers
 from graftlm.server.health import health_routes
+from graftlm.server.metrics import EngineCollector, HTTPMetrics, metric_routes
 from graftlm.server.models import model_routes
 from graftlm.server.request_ids import RequestIds
 
@@ -43,6 +45,8 @@ def create_app(
         ConfigurationError: loading is on without a root, a root is given without loading, or a root is no folder.
     """
     roots = permitted_roots(adapter_roots, enable_adapter_loading=enable_adapter_loading)
+    metrics = CollectorRegistry()
+    metrics.register(EngineCollector(llm))
     # A trailing slash is another path, not a redirect: /v1/models/ would be the model with the empty name.
     app = FastAPI(title="Graft", redirect_slashes=False)
     for router in (
@@ -50,6 +54,7 @@ def create_app(
         chat_routes(llm, request_timeout=request_timeout),
         model_routes(llm),
         health_routes(llm),
+        metric_routes(metrics),
         adapter_routes(llm, roots),
     ):
         app.include_router(router)
@@ -59,5 +64,6 @@ def create_app(
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     if write_access is not None:
         app.add_middleware(AccessLog, write=write_access)
+    app.add_middleware(HTTPMetrics, registry=metrics)
     app.add_middleware(RequestIds)
     return app

@@ -13,7 +13,6 @@ from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.outputs import CompletionOutput, RequestOutput
 from graftlm.server.logprobs import chat_logprobs
 from graftlm.server.replies import ChatChoice, ChatChunkChoice, ChatDelta, Envelope, TokenCount
-from graftlm.server.request_ids import request_id_of
 from graftlm.server.schemas import ChatRequest
 from graftlm.server.streaming import EventStream, collect, merged, submit
 
@@ -36,7 +35,7 @@ def chat_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRouter:
             return EventStream(
                 _chunks(envelope, body, merged(streams), num_choices=params.n),
                 streams,
-                request_id=request_id_of(request),
+                request,
             )
         envelope = Envelope(prefix="chatcmpl", kind="chat.completion", model=body.model)
         [output] = await collect(request, streams)

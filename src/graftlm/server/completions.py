@@ -15,7 +15,6 @@ from graftlm.engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from graftlm.server.logprobs import completion_logprobs
 from graftlm.server.prompts import Prompt
 from graftlm.server.replies import CompletionChoice, Envelope, TokenCount
-from graftlm.server.request_ids import request_id_of
 from graftlm.server.schemas import CompletionRequest
 from graftlm.server.streaming import EventStream, collect, given_up_on_error, merged, submit
 
@@ -42,9 +41,7 @@ def completion_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRou
         ]
         envelope = Envelope(prefix="cmpl", kind="text_completion", model=body.model)
         if body.stream:
-            return EventStream(
-                _chunks(envelope, body, writers, merged(streams)), streams, request_id=request_id_of(request)
-            )
+            return EventStream(_chunks(envelope, body, writers, merged(streams)), streams, request)
         outputs = await collect(request, streams)
         count = TokenCount()
         choices: list[CompletionChoice] = []

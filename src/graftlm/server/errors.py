@@ -10,7 +10,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from graftlm.errors import (
     AdapterCorrupt,
@@ -60,6 +62,9 @@ CODE_OF_STATUS: Mapping[int, str] = {
     413: "request_too_large",
     415: "unsupported_media_type",
 }
+# Codes of errors that have none of their own.
+UNFORESEEN = "internal_error"
+_INVALID = "invalid_request"
 _LONGEST_SHOWN = 120
 _CLIENT_CLOSED_REQUEST = 499
 
@@ -92,7 +97,26 @@ class ErrorReply:
     def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
         if self.retry_after_seconds is not None:
             headers = {**(headers or {}), "retry-after": str(self.retry_after_seconds)}
-        return JSONResponse(self.body, status_code=self.status, headers=headers)
+        return _ErrorResponse(self, headers)
+
+    def note(self, connection: HTTPConnection) -> None:
+        """Let those who count errors know of this one."""
+        connection.state.error_code = self.code or _INVALID
+
+
+class _ErrorResponse(JSONResponse):
+    def __init__(self, reply: ErrorReply, headers: Mapping[str, str] | None) -> None:
+        super().__init__(reply.body, status_code=reply.status, headers=headers)
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._reply.note(HTTPConnection(scope))
+        await super().__call__(scope, receive, send)
+
+
+def error_code_of(connection: HTTPConnection) -> str | None:
+    """The code of the error that a request was answered with."""
+    return getattr(connection.state, "error_code", None)
 
 
 def error_reply(error: Exception) -> ErrorReply:
@@ -107,9 +131,7 @@ def error_reply(error: Exception) -> ErrorReply:
         return ErrorReply(
             status=error.status_code, message=str(error.detail), code=CODE_OF_STATUS.get(error.status_code)
         )
-    return ErrorReply(
-        status=500, message="the server failed; its log has the cause; do: try again", code="internal_error"
-    )
+    return ErrorReply(status=500, message="the server failed; its log has the cause; do: try again", code=UNFORESEEN)
 
 
 def log_failure(error: Exception, request_id: str) -> None:

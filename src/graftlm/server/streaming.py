@@ -21,6 +21,7 @@ from graftlm.engine.sampling_params import SamplingParams
 from graftlm.errors import ContextLengthExceeded, EngineClosed
 from graftlm.server.errors import ClientGone, error_reply, log_failure
 from graftlm.server.prompts import Prompt
+from graftlm.server.request_ids import request_id_of
 
 
 async def submit(
@@ -134,9 +135,9 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(
-        self, chunks: AsyncGenerator[Mapping[str, Any]], streams: Sequence[RequestStream], *, request_id: str
+        self, chunks: AsyncGenerator[Mapping[str, Any]], streams: Sequence[RequestStream], request: Request
     ) -> None:
-        self._events = _events(chunks, request_id)
+        self._events = _events(chunks, request)
         self._streams = streams
         super().__init__(self._events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -148,15 +149,17 @@ class EventStream(StreamingResponse):
             await self._events.aclose()
 
 
-async def _events(chunks: AsyncGenerator[Mapping[str, Any]], request_id: str) -> AsyncGenerator[bytes]:
+async def _events(chunks: AsyncGenerator[Mapping[str, Any]], request: Request) -> AsyncGenerator[bytes]:
     try:
         async with aclosing(chunks):
             async for chunk in chunks:
                 yield _event(chunk)
     except Exception as error:
         # The status line is long gone: the failure is an event, and the stream ends without [DONE].
-        log_failure(error, request_id)
-        yield _event(error_reply(error).body)
+        log_failure(error, request_id_of(request))
+        reply = error_reply(error)
+        reply.note(request)
+        yield _event(reply.body)
         return
     yield b"data: [DONE]\n\n"
 

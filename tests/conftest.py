@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # PEFT asks every model for the old name, and has advice on merging adapters of tied heads.
     config.addinivalue_line("filterwarnings", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
     config.addinivalue_line("filterwarnings", "ignore:Model has `tie_word_embeddings=True` and:UserWarning")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def graft_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder of the tests' own, for this process and those it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("graft-cache")
+        patch.setenv("GRAFT_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="session")

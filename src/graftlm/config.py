@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -25,6 +25,9 @@ class EngineConfig:
         quantization: what the linear layers are quantised to while they are read, as bitsandbytes does it; "none" turns
             a quantised checkpoint's weights into full precision; default: every weight as the checkpoint stores it.
         quantize_head: quantise the output head too, and with it the token table where they are one matrix.
+        quantize_skip: modules that are not quantised, by path or whole parts of it, such as "layers.0" or "down_proj".
+        quantization_cache: keep what was quantised while loading in $GRAFT_CACHE or ~/.cache/graft; the next start from
+            the same files reads it there.
         requantize: let `quantization` replace what a checkpoint is already quantised to; both errors add up.
         device: "auto" is CUDA when there is one, else the CPU.
         max_model_len: context length in tokens; default: the model's own.
@@ -46,6 +49,8 @@ class EngineConfig:
     dtype: DType = "auto"
     quantization: Quantization | None = None
     quantize_head: bool = False
+    quantize_skip: Sequence[str] = ()
+    quantization_cache: bool = True
     requantize: bool = False
     device: str = "auto"
     max_model_len: int | None = None
@@ -75,7 +80,13 @@ class EngineConfig:
                 got=repr(self.quantization),
                 allowed=", ".join(get_args(Quantization)),
             )
-        for name in ("quantize_head", "requantize"):
+        if isinstance(self.quantize_skip, str) or not all(
+            isinstance(entry, str) and entry for entry in self.quantize_skip
+        ):
+            raise ConfigurationError(
+                "quantize_skip is not a list of module names", got=repr(self.quantize_skip)[:200], do="give a list"
+            )
+        for name in ("quantize_head", "quantize_skip", "requantize"):
             if getattr(self, name) and self.quantization in (None, "none"):
                 raise ConfigurationError(
                     f"{name} says how to quantise, and nothing is to be quantised", do="set quantization as well"

@@ -58,6 +58,8 @@ def test_every_engine_option_has_a_flag_with_its_help_and_default(command: str) 
         if field.name not in ("model", "adapters"):
             assert f"--{field.name.replace('_', '-')} " in shown
         assert field_help(EngineConfig)[field.name] in shown
+        if field.default is True:
+            assert f"--no-{field.name.replace('_', '-')} " in shown
     assert "[default: 4GiB]" in shown
     assert "[default: 64]" in shown
 

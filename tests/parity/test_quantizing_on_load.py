@@ -99,6 +99,8 @@ def test_r035_the_stored_quantisation_is_not_replaced_by_another(quantized: Path
         load(quantized, quantization="int8")
     with pytest.raises(ConfigurationError, match="leave quantize_head out"):
         load(quantized, quantization="nf4-double", quantize_head=True)
+    with pytest.raises(ConfigurationError, match="leave quantize_skip out"):
+        load(quantized, quantization="nf4-double", quantize_skip=["o_proj"])
 
 
 def test_r035_asking_for_what_is_stored_changes_nothing(quantized: Path) -> None:
@@ -114,12 +116,44 @@ def test_a_quantised_checkpoint_can_be_dequantised_or_requantised_on_request(bas
     assert (again - exact).abs().max() > LOUD
 
 
+def test_skipped_modules_are_those_transformers_skips(base: Path, tmp_path: Path) -> None:
+    skipped = ["o_proj", "model.layers.1.mlp", "lm_head"]
+    saved = bitsandbytes_base(base, tmp_path, **NF4_DOUBLE, llm_int8_skip_modules=skipped).quantized
+    ours = load(base, quantization="nf4-double", quantize_skip=skipped, quantize_head=True).logits(PROMPT)
+    assert torch.equal(ours, load(saved).logits(PROMPT))
+    assert (ours - load(base, quantization="nf4-double").logits(PROMPT)).abs().max() > LOUD
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_a_tied_head_is_skipped_by_either_name(name: str, tmp_path: Path) -> None:
+    base = make_llama(tmp_path / "base", tied=True, **SIZES)
+    skipping = load(base, quantization="nf4", quantize_head=True, quantize_skip=[name]).logits(PROMPT)
+    assert torch.equal(skipping, load(base, quantization="nf4").logits(PROMPT))
+
+
+def test_part_of_a_name_skips_nothing_and_is_refused(base: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"does not have; got: 'proj', 'layers.7'; .*q_proj"):
+        load(base, quantization="nf4", quantize_skip=["proj", "down_proj", "layers.7"])
+
+
+def test_one_log_line_says_what_was_quantised(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="graftlm"):
+        load(base, quantization="int8", quantize_skip=["k_proj"])
+    [line] = [record.getMessage() for record in caplog.records if "quantised" in record.getMessage()]
+    assert line.startswith("12 modules are quantised to int8")
+    num_weights = 2 * (64 * (64 + 32 + 64) + 3 * 64 * 128)
+    num_bytes = num_weights + 2 * 4 * (64 + 32 + 64 + 2 * 128 + 64)
+    assert f"{num_bytes / 2**20:.1f} MiB, {num_bytes / num_weights:.4f} bytes per weight" in line
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
         ({"quantization": "int4"}, "quantization is not one.*'int4'.*nf4-double"),
         ({"quantization": 4}, "quantization is not one"),
         ({"quantize_head": True}, "quantize_head says how to quantise"),
+        ({"quantize_skip": ["o_proj"]}, "quantize_skip says how to quantise"),
+        ({"quantize_skip": "o_proj", "quantization": "nf4"}, "not a list of module names.*'o_proj'"),
         ({"requantize": True, "quantization": "none"}, "requantize says how to quantise"),
     ],
 )

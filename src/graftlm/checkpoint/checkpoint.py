@@ -17,6 +17,7 @@ class Checkpoint(Protocol):
         are plain numbers. A folder's is config.json's; a GGUF file's is "gguf" and the "block_types" by tensor name.
     generation_config: generation_config.json's keys; empty when the model has none.
     tokenizer_files: the arguments `graftlm.text.load_tokenizer` needs: a folder, and a GGUF file name in it or None.
+    weight_files: what all tensors are read from, in an order that depends on nothing else.
     dtype: name of the dtype the weights were saved in, such as "bfloat16".
     """
 
@@ -24,6 +25,7 @@ class Checkpoint(Protocol):
     quantization_config: Mapping[str, Any] | None
     generation_config: Mapping[str, Any]
     tokenizer_files: tuple[Path, str | None]
+    weight_files: tuple[Path, ...]
     dtype: str
 
     def tensor_names(self) -> frozenset[str]:

@@ -53,6 +53,7 @@ class GGUFCheckpoint:
         self.quantization_config: Mapping[str, Any] | None = self._quantization_config()
         self.generation_config: Mapping[str, Any] = {"eos_token_id": self._end_token_ids()}
         self.tokenizer_files: tuple[Path, str | None] = (path.parent, path.name)
+        self.weight_files: tuple[Path, ...] = (path,)
         self.dtype = "float32"
 
     def tensor_names(self) -> frozenset[str]:

@@ -39,6 +39,7 @@ class SafetensorsCheckpoint:
         self.tokenizer_files: tuple[Path, str | None] = (folder, None)
         self._folder = folder
         self._files = {name: _open(folder / name) for name in _weight_files(folder)}
+        self.weight_files: tuple[Path, ...] = tuple(folder / name for name in self._files)
         self._bytes_read = dict.fromkeys(self._files, 0)
         self._file_of: dict[str, str] = {}
         for file_name, file in self._files.items():

@@ -41,6 +41,11 @@ class PendingTensor:
     dtype: torch.dtype
     read: Callable[[], Tensor]
 
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> PendingTensor:
+        """One that is made already."""
+        return cls(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, read=tensor.detach)
+
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize

@@ -88,7 +88,9 @@ def _parameter(name: str, hint: object, default: object, text: str) -> inspect.P
         # The dataclass itself refuses other words, with a better message.
         annotation = Annotated[str | None, typer.Option(metavar="|".join(choices), help=text)]
     elif hint is bool:
-        annotation = Annotated[bool, typer.Option(f"--{name.replace('_', '-')}", help=text)]
+        flag = name.replace("_", "-")
+        # What is on can be turned off.
+        annotation = Annotated[bool, typer.Option(f"--{flag}/--no-{flag}" if default else f"--{flag}", help=text)]
     elif default == () or default == []:
         annotation = Annotated[list[_element(hint)], typer.Option(help=f"{text} Repeat it for more.")]  # type: ignore[misc]
         default = []

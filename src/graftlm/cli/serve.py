@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import signal
 import socket
@@ -70,6 +71,9 @@ def serve(
 
     # What is wrong with these is said now, not after the model has been loaded.
     permitted_roots(adapter_root or (), enable_adapter_loading=enable_adapter_loading)
+    logging.basicConfig(format="%(message)s")
+    # What was quantised, and to how many bytes.
+    logging.getLogger("graftlm.models").setLevel(logging.INFO)
     with bind(host, port) as listener:
         from graftlm import AsyncLLM
         from graftlm.server import create_app

@@ -32,6 +32,7 @@ from graftlm.layers.kv_cache import KVCache
 from graftlm.models.base_weights import DecoderWeights
 from graftlm.models.build import build_decoder
 from graftlm.models.decoder import Decoder
+from graftlm.models.quantized_cache import open_quantized_cache
 from graftlm.quantization.policy import choose_policy
 from graftlm.text import Tokenizer, load_tokenizer
 
@@ -58,9 +59,14 @@ class Engine:
             config.quantization,
             stored=checkpoint.quantization_config,
             quantize_head=config.quantize_head,
+            skipped=config.quantize_skip,
             requantize=config.requantize,
         )
-        decoder = build_decoder(checkpoint, dtype=_dtype(config.dtype, checkpoint), device=device, policy=policy)
+        dtype = _dtype(config.dtype, checkpoint)
+        cache = None
+        if config.quantization_cache:
+            cache = open_quantized_cache(checkpoint, policy, dtype=dtype, device=device)
+        decoder = build_decoder(checkpoint, dtype=dtype, device=device, policy=policy, cache=cache)
         self.tokenizer = load_tokenizer(*checkpoint.tokenizer_files)
         _compare_vocabularies(decoder, self.tokenizer)
         end_token_ids = _end_token_ids(checkpoint, self.tokenizer)

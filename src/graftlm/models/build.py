@@ -33,6 +33,7 @@ from graftlm.layers.rotary import RotaryEmbedding
 from graftlm.models.decoder import Decoder
 from graftlm.models.layout import LayerLayout, LinearLayout, ModuleLayout, NormLayout, lay_out
 from graftlm.models.matrices import Matrices
+from graftlm.models.quantized_cache import QuantizedCache
 from graftlm.models.read import read_spec
 from graftlm.models.rope import rotary_embedding
 from graftlm.models.rope_spec import RopeSpec
@@ -49,14 +50,21 @@ SLOPE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_decoder(
-    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, policy: LoadPolicy | None = None
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    policy: LoadPolicy | None = None,
+    cache: QuantizedCache | None = None,
 ) -> Decoder:
     """Read all weights of a checkpoint and assemble its decoder.
 
     Args:
         policy: how linear layers are held; default: as they are stored.
+        cache: the checkpoint's own for this policy; filled and saved where it lacks something.
 
     Raises:
+        ConfigurationError: the policy skips modules that are not there.
         CheckpointError: an unknown architecture, a config value that is not supported, or tensors that are missing,
             unknown or misshapen; the message lists them.
     """
@@ -66,8 +74,16 @@ def build_decoder(
     tied_head = has_tied_head(tensors, family.names, tied=spec.head.tied)
     spec = replace(spec, head=replace(spec.head, tied=tied_head))
     _check(tensors, stored, spec, family.names)
-    matrices = Matrices(stored, policy or LoadPolicy(), dtype=dtype, device=device)
-    return _Builder(tensors, matrices, spec, family.names, dtype, device).build()
+    policy = policy or LoadPolicy()
+    modules = lay_out(spec, family.names).linear_modules()
+    policy.check_skipped([family.names.embedding, *(module.path for module in modules)])
+    matrices = Matrices(stored, policy, cache, dtype=dtype, device=device)
+    decoder = _Builder(tensors, matrices, spec, family.names, dtype, device).build()
+    if cache is not None:
+        cache.save()
+    if matrices.quantized.num_modules:
+        logger.info("%s", matrices.quantized)
+    return decoder
 
 
 def _check(tensors: NamedTensors, stored: StoredWeights, spec: ModelSpec, names: NameMap) -> None:
@@ -116,7 +132,7 @@ class _Builder:
     def build(self) -> Decoder:
         spec, layout = self._spec, self._layout
         table_shape = layout.tables[self._names.embedding]
-        table = self._matrices.table(self._names.embedding, table_shape, is_head=spec.head.tied)
+        table = self._matrices.table(self._names.embedding, table_shape, head=layout.head if spec.head.tied else None)
         # Before the layers: while it is copied, the largest matrix of many models counts twice.
         head_weight = table if spec.head.tied else self._matrices.head(layout.head)
         embedding = self._embedding(table)
@@ -162,7 +178,7 @@ class _Builder:
         spec, names, layout = self._spec.layer_inputs, self._names.layer_inputs, self._layout
         if spec is None or names is None or layout.layer_input_projection is None or layout.layer_input_norm is None:
             return None
-        table = self._matrices.table(names.table, layout.tables[names.table], is_head=False)
+        table = self._matrices.table(names.table, layout.tables[names.table], head=None)
         return LayerInputs(
             table=Embedding(table, spec.size**0.5),
             projection=self._linear(layout.layer_input_projection),

@@ -85,7 +85,7 @@ def _describe(tensors: NamedTensors, stored: StoredWeights, module: ModuleLayout
     shape = (module.rows, columns)
     weight: Weight
     if stored.is_quantized(module.path):
-        weight = stored.quantized(module.path, shape, dtype=torch.float32, device=torch.device("cpu"))
+        weight = stored.quantized(module, columns, dtype=torch.float32, device=torch.device("cpu"))
     else:
         weight = DenseWeight(tensors.read(f"{module.path}.weight"))
     return StoredMatrix(path=module.path, shape=shape, format=weight.format, num_bytes=weight.num_bytes)

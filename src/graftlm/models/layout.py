@@ -45,10 +45,16 @@ class Stack:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleLayout:
-    """A linear module of the checkpoint, which holds `rows` output rows of a layer. transposed: stored [in, out]."""
+    """A linear module of the checkpoint, which holds `rows` output rows of a layer.
+
+    parts: rows of each projection that the file has fused into this module, one under the other; empty where it holds
+        one, or heads in turns.
+    transposed: stored [in, out].
+    """
 
     path: str
     rows: int
+    parts: tuple[int, ...] = ()
     transposed: bool = False
     stack: Stack | None = None
 
@@ -269,11 +275,13 @@ class _LinearSize:
 def _modules(
     paths: Sequence[str], size: _LinearSize, *, transposed: bool = False, stack: Stack | None = None
 ) -> tuple[ModuleLayout, ...]:
-    # One module on disk may hold what others keep apart.
-    rows = (sum(size.rows),) if len(paths) == 1 else size.rows
+    if len(paths) == 1 and len(size.rows) > 1:
+        # One module on disk holds what others keep apart. Stacks of experts may have the rows of gate and up in turns.
+        parts = size.rows if stack is None else ()
+        return (ModuleLayout(path=paths[0], rows=sum(size.rows), parts=parts, transposed=transposed, stack=stack),)
     return tuple(
         ModuleLayout(path=path, rows=count, transposed=transposed, stack=stack)
-        for path, count in zip(paths[: len(rows)], rows, strict=True)
+        for path, count in zip(paths[: len(size.rows)], size.rows, strict=True)
     )
 
 
@@ -296,6 +304,8 @@ def _branch_sizes(layer: LayerSpec, hidden_size: int) -> dict[LinearRole, _Linea
         qkv_rows = qkv_rows[:1]
     elif attention.head_order == "keys_as_values":
         qkv_rows = qkv_rows[:2]
+    elif attention.head_order == "grouped":
+        qkv_rows = (sum(qkv_rows),)
     sizes: dict[LinearRole, _LinearSize] = {
         "qkv": _LinearSize(in_features=hidden_size, rows=qkv_rows, bias=attention.qkv_bias),
         "output": _LinearSize(in_features=query_size, rows=(hidden_size,), bias=attention.output_bias),

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from graftlm.models.layout import LinearLayout, ModuleLayout
+from graftlm.models.quantized_cache import QuantizedCache
+from graftlm.models.quantized_modules import QuantizedModules
 from graftlm.models.stored_weights import StoredWeights
 from graftlm.quantization import DenseWeight, StackedWeight, Weight
 from graftlm.quantization.format import Quantizer
@@ -17,40 +19,57 @@ from graftlm.quantization.policy import LoadPolicy
 class Matrices:
     """Reads one layer at a time, so that no more than one is in full precision if it is not to stay so.
 
+    cache: matrices that were quantised at an earlier start; asked first, and given what it lacks.
     dtype: the compute dtype.
+
+    quantized: what was quantised so far, by now or earlier.
     """
 
-    def __init__(self, stored: StoredWeights, policy: LoadPolicy, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        stored: StoredWeights,
+        policy: LoadPolicy,
+        cache: QuantizedCache | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self._stored = stored
         self._policy = policy
+        self._cache = cache
         self._dtype = dtype
         self._device = device
+        self.quantized = QuantizedModules()
 
     def linear(self, layout: LinearLayout) -> Weight:
         """The weight of a layer of the decoder, [out, in], however its modules are stored."""
-        return self._weight(layout.modules, layout.in_features, self._policy.quantizer)
+        return self._weight(layout.modules, layout.in_features, quantize=True)
 
     def router(self, layout: LinearLayout) -> Weight:
         """The weight that chooses experts: too small to be worth quantising, and its errors send tokens astray."""
-        return self._weight(layout.modules, layout.in_features, None)
+        return self._weight(layout.modules, layout.in_features, quantize=False)
 
     def head(self, layout: LinearLayout) -> Weight:
         """The weight of an output head that is not the token table."""
-        return self._weight(layout.modules, layout.in_features, self._head_quantizer)
+        return self._weight(layout.modules, layout.in_features, quantize=self._policy.quantize_head)
 
-    def table(self, path: str, shape: tuple[int, int], *, is_head: bool) -> Weight:
-        """The token table. is_head: whether it is the output head as well."""
+    def table(self, path: str, shape: tuple[int, int], *, head: LinearLayout | None) -> Weight:
+        """The token table. head: the output head where that is the same matrix; it may be skipped by either name."""
         module = ModuleLayout(path=path, rows=shape[0])
-        return self._weight((module,), shape[1], self._head_quantizer if is_head else None)
+        quantize = (
+            head is not None
+            and self._policy.quantize_head
+            and all(self._policy.quantizer(part.path) is not None for part in head.modules)
+        )
+        return self._weight((module,), shape[1], quantize=quantize)
 
-    @property
-    def _head_quantizer(self) -> Quantizer | None:
-        return self._policy.quantizer if self._policy.quantize_head else None
-
-    def _weight(self, modules: Sequence[ModuleLayout], in_features: int, quantizer: Quantizer | None) -> Weight:
-        if quantizer is None and not any(self._is_kept(module) for module in modules):
+    def _weight(self, modules: Sequence[ModuleLayout], in_features: int, *, quantize: bool) -> Weight:
+        quantizers = [self._policy.quantizer(module.path) if quantize else None for module in modules]
+        if not any(quantizers) and not any(self._is_kept(module) for module in modules):
             return DenseWeight(self._stack(modules, in_features))
-        parts = [self._part(module, in_features, quantizer) for module in modules]
+        parts = [
+            self._part(module, in_features, quantizer) for module, quantizer in zip(modules, quantizers, strict=True)
+        ]
         return parts[0] if len(parts) == 1 else StackedWeight(parts)
 
     def _is_kept(self, module: ModuleLayout) -> bool:
@@ -58,13 +77,25 @@ class Matrices:
 
     def _part(self, module: ModuleLayout, in_features: int, quantizer: Quantizer | None) -> Weight:
         if self._is_kept(module):
-            shape = (module.rows, in_features)
-            return self._stored.quantized(module.path, shape, dtype=self._dtype, device=self._device)
+            return self._stored.quantized(module, in_features, dtype=self._dtype, device=self._device)
         if quantizer is None:
             return DenseWeight(self._stack((module,), in_features))
+        cached = self._cached(module, in_features)
+        if cached is not None:
+            self.quantized.add(cached, is_cached=True)
+            return cached
         # Rounded to the compute dtype first, as transformers does.
         matrix = self._full(module, in_features).to(device=self._device, dtype=self._dtype)
-        return quantizer.quantize(matrix, dtype=self._dtype)
+        weight = quantizer.quantize(matrix, dtype=self._dtype)
+        self.quantized.add(weight, is_cached=False)
+        if self._cache is not None:
+            self._cache.add(module.path, weight)
+        return weight
+
+    def _cached(self, module: ModuleLayout, in_features: int) -> Weight | None:
+        if self._cache is None:
+            return None
+        return self._cache.read(module.path, (module.rows, in_features), dtype=self._dtype, device=self._device)
 
     def _stack(self, modules: Sequence[ModuleLayout], in_features: int) -> Tensor:
         """Matrices one under the other, copied out of the file: a file that is later truncated cannot hurt."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from graftlm.checkpoint import Checkpoint
 from graftlm.checkpoint.safetensors_writer import PendingTensor
@@ -56,9 +54,9 @@ def export_quantized(source: Checkpoint, folder: Path, quantization: str) -> Non
         matrix = stored.full(module, in_features, dtype=dtype, device=torch.device("cpu")).to(dtype)
         replaced.add(f"{module.path}.weight")
         for part, tensor in written.quantizer.quantize(matrix, dtype=dtype).stored_tensors().items():
-            pending.append(_pending(f"{tensors.stored_path(module.path)}.{part}", tensor))
+            pending.append(PendingTensor.of(f"{tensors.stored_path(module.path)}.{part}", tensor))
     others = tensors.names() - replaced
-    pending.extend(_pending(tensors.stored_name(name), tensors.read(name)) for name in others)
+    pending.extend(PendingTensor.of(tensors.stored_name(name), tensors.read(name)) for name in others)
     config = {**source.config, "quantization_config": written.config(kept, source.dtype)}
     write_model_folder(folder, config, accompanying_files(source), sorted(pending, key=lambda tensor: tensor.name))
 
@@ -71,14 +69,6 @@ def _modules(layout: ModelLayout) -> Iterator[tuple[ModuleLayout, int, bool]]:
     for layer in layout.layers:
         for role, linear in layer.linears.items():
             yield from ((module, linear.in_features, role != "router") for module in linear.modules)
-
-
-def _pending(name: str, tensor: Tensor) -> PendingTensor:
-    return PendingTensor(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, read=partial(_same, tensor))
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _dtype(source: Checkpoint) -> torch.dtype:

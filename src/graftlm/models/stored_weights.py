@@ -40,24 +40,28 @@ class StoredWeights:
             return frozenset()
         return self._format.tensor_names(self._tensors.checkpoint, self._tensors.stored_path(path))
 
-    def quantized(self, path: str, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device) -> Weight:
-        """A matrix that `is_quantized`, as it is stored. shape: (out, in). dtype: the compute dtype.
+    def quantized(self, module: ModuleLayout, in_features: int, *, dtype: torch.dtype, device: torch.device) -> Weight:
+        """A matrix that `is_quantized`, as it is stored. dtype: the compute dtype.
 
         Raises:
             CheckpointError: tensors are missing, misshapen or of the wrong dtype; the message names them.
         """
         if self._format is None:
-            raise KeyError(path)
+            raise KeyError(module.path)
         return self._format.read(
-            self._tensors.checkpoint, self._tensors.stored_path(path), shape=shape, dtype=dtype, device=device
+            self._tensors.checkpoint,
+            self._tensors.stored_path(module.path),
+            shape=(module.rows, in_features),
+            dtype=dtype,
+            device=device,
+            parts=module.parts,
         )
 
     def full(self, module: ModuleLayout, in_features: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A matrix [out, in] in full precision. Unless it had to be dequantised it is a view of the file, in the file's
         dtype and on the CPU."""
         if self.is_quantized(module.path):
-            shape = (module.rows, in_features)
-            return self.quantized(module.path, shape, dtype=dtype, device=device).dequantize()
+            return self.quantized(module, in_features, dtype=dtype, device=device).dequantize()
         matrix = self._tensors.read(module.tensor("weight"))
         if module.stack is not None:
             matrix = matrix[module.stack.index]

@@ -9,7 +9,7 @@ Source: AutoAWQ 0.2, modules/linear/gemm.py and utils/packing_utils.py."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ class AWQFormat:
         shape: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
+        parts: Sequence[int] = (),
     ) -> GroupedIntegers:
         module = StoredModule(tensors, path, device)
         rows, columns = shape

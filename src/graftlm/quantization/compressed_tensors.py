@@ -76,11 +76,6 @@ class CompressedTensorsFormat:
         device: torch.device,
         parts: Sequence[int] = (),
     ) -> RowWeight:
-        """As `WeightFormat.read`.
-
-        Args:
-            parts: rows of each matrix that the checkpoint has fused into this one, in order.
-        """
         module = StoredModule(tensors, path, device)
         scheme = scheme_of(self._schemes, path)
         if module.has("weight_packed"):

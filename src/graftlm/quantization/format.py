@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -43,12 +43,15 @@ class WeightFormat(Protocol):
         shape: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
+        parts: Sequence[int] = (),
     ) -> Weight:
         """The matrix.
 
         Args:
             shape: (out, in), what the model's config asks for.
             dtype: the compute dtype: that of `dequantize()` and of the inputs `matmul` will get.
+            parts: rows of each matrix that the checkpoint has fused into this one, in order; empty where none were. It
+                matters to formats that may have a scale for each.
 
         Raises:
             CheckpointError: tensors are missing, misshapen, or of the wrong dtype; the message names them.

@@ -58,12 +58,6 @@ class FP8Format:
         device: torch.device,
         parts: Sequence[int] = (),
     ) -> ScaledFloat8:
-        """As `WeightFormat.read`.
-
-        Args:
-            parts: rows of each matrix that the checkpoint has fused into this one, in order: without it, a scale for
-                each of them cannot be told from a damaged tensor.
-        """
         module = StoredModule(tensors, path, device)
         values = module.read("weight", dtypes=VALUE_DTYPES, shapes=[shape])
         grid = read_scale_grid(

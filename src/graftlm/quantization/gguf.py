@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,7 @@ class GGUFFormat:
         shape: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
+        parts: Sequence[int] = (),
     ) -> GGUFWeight:
         """As `WeightFormat.read`. The stored bytes are those of the matrix [out, in], also where transformers writes
         the transposed one (GPT-2)."""

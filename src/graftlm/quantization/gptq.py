@@ -6,7 +6,7 @@ Source: AutoGPTQ 0.7, nn_modules/qlinear/qlinear_cuda_old.py; GPTQModel's Quanti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,7 @@ class GPTQFormat:
         shape: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
+        parts: Sequence[int] = (),
     ) -> GroupedIntegers:
         module = StoredModule(tensors, path, device)
         settings = self._settings(path)

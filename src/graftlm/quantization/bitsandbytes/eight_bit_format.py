@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from graftlm.errors import CheckpointError
@@ -27,6 +29,7 @@ class EightBitFormat:
         shape: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
+        parts: Sequence[int] = (),
     ) -> EightBitWeight:
         _require_row_layout(tensors, f"{path}.weight_format")
         codes = read_stored_tensor(tensors, f"{path}.weight", shape=shape, dtype=torch.int8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class BitsAndBytesFormat:
         shape: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
+        parts: Sequence[int] = (),
     ) -> FourBitWeight | EightBitWeight:
         kinds = [kind for kind in (self._four_bit, self._eight_bit) if kind.stores(tensors, path)]
         if len(kinds) != 1:

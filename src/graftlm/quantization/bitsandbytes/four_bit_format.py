@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class FourBitFormat:
         shape: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
+        parts: Sequence[int] = (),
     ) -> FourBitWeight:
         state = _read_state(tensors, path, shape)
         num_elements = shape[0] * shape[1]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from graftlm.adapters.adapter import BoundModule
 from graftlm.errors import AdapterCorrupt
+from graftlm.kernels import ops
 from graftlm.kernels.ops import LoraExpand, LoraUpdate
 from graftlm.layers.patch import (
     EmbeddingPatch,
@@ -90,6 +91,10 @@ class PatchBuilder:
         """
         if not (torch.isfinite(lora_a).all() and torch.isfinite(lora_b).all()):
             raise AdapterCorrupt(f"lora_B of {path} times its scaling is not finite")
+        self.add_factors(path, lora_a, lora_b)
+
+    def add_factors(self, path: str, lora_a: Tensor, lora_b: Tensor) -> None:
+        """As `add_low_rank`, of factors that are being trained and may become what they must not be."""
         self._linears[path].pairs.append((lora_a, lora_b))
 
     def add_prefix(self, prefix: PrefixPatch) -> None:
@@ -221,5 +226,5 @@ class PatchBuilder:
         return tensor.to(self._base.device, self._base.dtype).contiguous()
 
     def _exact(self, tensor: Tensor) -> Tensor:
-        """To float32: PEFT, too, computes low-rank factors saved in 16 bits in float32."""
-        return tensor.to(self._base.device, torch.float32)
+        """To float32 at least: PEFT, too, computes low-rank factors saved in 16 bits in float32."""
+        return ops.widened(tensor.to(self._base.device))

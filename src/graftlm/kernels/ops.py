@@ -8,6 +8,7 @@ from graftlm.kernels.reference.kv_write import write_kv
 from graftlm.kernels.reference.lora import LoraExpand, LoraSegment, LoraUpdate, lora
 from graftlm.kernels.reference.norm import layer_norm, rms_norm
 from graftlm.kernels.reference.packed_attention import PackedAttentionPlan, packed_attention, plan_packed_attention
+from graftlm.kernels.reference.precision import widened
 from graftlm.kernels.reference.rotary import apply_rotary
 from graftlm.kernels.reference.routing import route
 
@@ -31,5 +32,6 @@ __all__ = [
     "plan_packed_attention",
     "rms_norm",
     "route",
+    "widened",
     "write_kv",
 ]

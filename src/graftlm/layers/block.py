@@ -25,6 +25,19 @@ class Block(Protocol):
         ...
 
 
+class BlockRunner(Protocol):
+    """How a layer is computed: at once, or again in the backward pass."""
+
+    def __call__(self, block: Block, hidden: Tensor, step: DecoderStep) -> Tensor:
+        """hidden: [T, E] -> [T, E]."""
+        ...
+
+
+def run_block(block: Block, hidden: Tensor, step: DecoderStep) -> Tensor:
+    """At once."""
+    return block(hidden, step)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SequentialBlock:
     """Attention, then feed-forward; each branch may be normed before, after, or both.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from graftlm.kernels import ops
 from graftlm.layers.batch import RaggedBatch
 from graftlm.layers.linear import Linear
 from graftlm.layers.norm import Norm
@@ -82,7 +83,7 @@ def _embed(base: Tensor, token_ids: Tensor, patch: EmbeddingPatch) -> Tensor:
     out = base if patch.table is None else patch.table[token_ids]
     if patch.shrink is not None and patch.expand is not None:
         update = patch.shrink[token_ids] @ patch.expand
-        exact = out.float() + update
+        exact = ops.widened(out) + update
         out = (exact if patch.scale is None else exact * patch.scale).to(base.dtype)
     return out if patch.rows is None else _replace(out, token_ids, patch.rows)
 

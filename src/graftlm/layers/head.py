@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from graftlm.kernels import ops
 from graftlm.layers.linear import apply_patches
 from graftlm.layers.patch import Segment
 from graftlm.quantization import Weight
@@ -24,7 +25,7 @@ class OutputHead:
         self._softcap = softcap
 
     def __call__(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """hidden: [N, E] -> [N, V'] float32, where V' is the largest vocabulary among the rows; a row's logits beyond
+        """hidden: [N, E] -> [N, V'] float32 (float64 in a float64 model), where V' is the largest vocabulary among the rows; a row's logits beyond
         its own vocabulary are -inf."""
         patched = [(segment, patch) for segment in segments if (patch := segment.patch.head) is not None]
         logits = self.weight.matmul(hidden, self.bias)
@@ -38,7 +39,7 @@ class OutputHead:
                 logits[span, patch.vocab_size :] = -torch.inf
             if patch.rows is not None:
                 logits[span, patch.rows.ids] = hidden[span] @ patch.rows.values.t()
-        return (logits if self._softcap is None else _capped(logits, self._softcap)).float()
+        return ops.widened(logits if self._softcap is None else _capped(logits, self._softcap))
 
 
 def _widen(logits: Tensor, width: int) -> Tensor:

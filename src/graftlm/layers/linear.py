@@ -60,7 +60,7 @@ def _override(out: Tensor, x: Tensor, overrides: Iterable[PartOverride]) -> None
 
 def _transform(out: Tensor, x: Tensor, patch: LinearPatch) -> None:
     """Output transforms, then the update, in float32 and rounded once: what PEFT does for a single adapter."""
-    exact = out.float()
+    exact = ops.widened(out)
     for part in patch.outputs:
         part.transform.apply(exact[:, part.out_start : part.out_stop])
     if patch.low_rank is not None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from graftlm.kernels import ops
+
 
 @dataclass(frozen=True, kw_only=True)
 class Affine:
@@ -20,7 +22,9 @@ class Affine:
         return sum(tensor.nbytes for tensor in (self.scale, self.shift) if tensor is not None)
 
     def apply(self, out: Tensor) -> None:
-        result = out.float()
+        # Autograd keeps what is multiplied, and `out` is about to change.
+        result = out.clone() if torch.is_grad_enabled() else out
+        result = ops.widened(result)
         if self.scale is not None:
             result = result * self.scale
         if self.shift is not None:

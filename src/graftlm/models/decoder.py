@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graftlm.layers.batch import RaggedBatch
-from graftlm.layers.block import Block
+from graftlm.layers.block import Block, BlockRunner, run_block
 from graftlm.layers.embedding import InputEmbedding
 from graftlm.layers.head import OutputHead
 from graftlm.layers.key_values import KeyValues
@@ -75,14 +75,14 @@ class Decoder:
         hidden = self.hidden(batch, key_values)
         return self.logits(hidden.index_select(0, batch.logit_rows), batch.logit_segments)
 
-    def hidden(self, batch: RaggedBatch, key_values: KeyValues) -> Tensor:
-        """What the last layer gives, [T, E]."""
+    def hidden(self, batch: RaggedBatch, key_values: KeyValues, run: BlockRunner = run_block) -> Tensor:
+        """What the last layer gives, [T, E]. run: how each layer is computed."""
         hidden = self.embedding(batch)
         angles = {rotary: rotary.angles(batch, hidden.dtype) for rotary in self._rotary}
         layer_inputs = () if self._layer_inputs is None else self._layer_inputs(batch, hidden)
         step = DecoderStep(batch=batch, key_values=key_values, angles=angles, layer_inputs=layer_inputs)
         for block in self._blocks:
-            hidden = block(hidden, step)
+            hidden = run(block, hidden, step)
         return hidden
 
     def logits(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,17 +16,51 @@ SLAB_ELEMENTS = 1 << 22
 
 
 def dequantized_matmul(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ W.T + bias, as `Weight.matmul`: what every format can do. x: [T, in] -> [T, out]."""
+    """x @ W.T + bias, as `Weight.matmul`: what every format can do. Differentiable in x.
+
+    x: [T, in] -> [T, out].
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        out: Tensor = _DequantizedMatmul.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return out
+    return _matmul(weight, x, bias)
+
+
+def _matmul(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
+    slabs = [
+        functional.linear(x, weight.part(start, stop).dequantize(), None if bias is None else bias[start:stop])
+        for start, stop in _slabs(weight)
+    ]
+    return slabs[0] if len(slabs) == 1 else torch.cat(slabs, dim=1)
+
+
+def _slabs(weight: Weight) -> list[tuple[int, int]]:
+    """Rows that are dequantised at once."""
     out_features, in_features = weight.shape
     step = max(1, SLAB_ELEMENTS // in_features)
-    if step >= out_features:
-        return functional.linear(x, weight.dequantize(), bias)
-    slabs = []
-    for start in range(0, out_features, step):
-        stop = min(start + step, out_features)
-        part = None if bias is None else bias[start:stop]
-        slabs.append(functional.linear(x, weight.part(start, stop).dequantize(), part))
-    return torch.cat(slabs, dim=1)
+    return [(start, min(start + step, out_features)) for start in range(0, out_features, step)]
+
+
+class _DequantizedMatmul(torch.autograd.Function):
+    """Dequantises again in the backward pass, where torch would keep the full-precision matrix until then.
+
+    Semantics: d x = g @ W; weight and bias are frozen.
+    Source: QLoRA, arXiv 2305.14314.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        return _matmul(weight, x, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        weight: Weight = ctx.weight
+        total = gradient.new_zeros(gradient.shape[0], weight.shape[1])
+        for start, stop in _slabs(weight):
+            total.addmm_(gradient[:, start:stop], weight.part(start, stop).dequantize().to(gradient.dtype))
+        return total, None, None
 
 
 def decode_in_slabs(

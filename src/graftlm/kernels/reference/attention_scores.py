@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from graftlm.kernels.reference.precision import widened
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionScores:
@@ -113,5 +115,5 @@ def _attend_eagerly(
     weights = weights.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else weights + mask
     if sinks is not None:
         weights = torch.cat([weights, sinks.to(weights.dtype).expand(*weights.shape[:-1], 1)], dim=-1)
-    weights = weights.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = weights.softmax(dim=-1, dtype=widened(weights).dtype).to(query.dtype)
     return weights[..., : key.shape[-2]] @ value

@@ -1,10 +1,10 @@
-"""Low-rank updates of many adapters in one batch."""
+"""Low-rank updates of adapters, one segment of rows at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class LoraSegment(NamedTuple):
 
 
 def lora(out: Tensor, x: Tensor, segments: Iterable[LoraSegment]) -> None:
-    """Add each segment's low-rank update to its rows of `out`, in place.
+    """Add each segment's low-rank update to its rows of `out`, in place. Differentiable.
 
     Semantics: for each segment s and expand e of its update:
         out[s.start:s.stop, e.out_start:e.out_stop] += (x[s.start:s.stop] @ shrink)[:, e.rank] @ e.matrix
@@ -53,14 +53,77 @@ def lora(out: Tensor, x: Tensor, segments: Iterable[LoraSegment]) -> None:
     Args: x: [T, in]. out: [T, out]. segments: disjoint.
     Source: Punica, arXiv 2310.18547; rounding from peft/tuners/lora/layer.py.
     """
-    for start, stop, update in segments:
-        rows = x.narrow(0, start, stop - start)
-        shrunk = torch.mm(rows.to(update.shrink.dtype), update.shrink)
-        out_rows = out.narrow(0, start, stop - start)
-        for expand in update.expands:
-            target = out_rows.narrow(1, expand.out_start, expand.out_stop - expand.out_start)
-            factors = shrunk.narrow(1, expand.rank_start, expand.rank_stop - expand.rank_start)
-            if target.dtype == shrunk.dtype:
-                target.addmm_(factors, expand.matrix)
-            else:
-                target.copy_(torch.addmm(target.to(shrunk.dtype), factors, expand.matrix))
+    for segment in segments:
+        factors = (segment.update.shrink, *(expand.matrix for expand in segment.update.expands))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *factors)):
+            rows = x.narrow(0, segment.start, segment.stop - segment.start)
+            _DifferentiableLora.apply(out, rows, segment, *factors)  # type: ignore[no-untyped-call]
+        else:
+            _add(out, x.narrow(0, segment.start, segment.stop - segment.start), segment)
+
+
+def _add(out: Tensor, rows: Tensor, segment: LoraSegment) -> Tensor:
+    """The shrunk rows, [rows, R]."""
+    start, stop, update = segment
+    shrunk = torch.mm(rows.to(update.shrink.dtype), update.shrink)
+    out_rows = out.narrow(0, start, stop - start)
+    for expand in update.expands:
+        target = out_rows.narrow(1, expand.out_start, expand.out_stop - expand.out_start)
+        factors = shrunk.narrow(1, expand.rank_start, expand.rank_stop - expand.rank_start)
+        if target.dtype == shrunk.dtype:
+            target.addmm_(factors, expand.matrix)
+        else:
+            target.copy_(torch.addmm(target.to(shrunk.dtype), factors, expand.matrix))
+    return shrunk
+
+
+class _DifferentiableLora(torch.autograd.Function):
+    """One segment's update, with a backward of its own: torch would copy the whole gradient of `out` for every expand.
+
+    Semantics: with g the gradient of the segment's rows of `out`: d matrix = shrunk.T @ g, u = g @ matrix.T,
+    d shrink = rows.T @ u, d rows = u @ shrink.T; `out`'s own gradient passes unchanged. Sums run over the segment's own
+    rows only, so no other segment can touch them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, rows: Tensor, segment: LoraSegment, *factors: Tensor) -> Tensor:
+        shrunk = _add(out, rows, segment)
+        ctx.mark_dirty(out)
+        ctx.segment = LoraSegment(segment.start, segment.stop, _spans(segment.update))
+        ctx.save_for_backward(rows, shrunk, *factors)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, shrunk, shrink, *matrices = ctx.saved_tensors
+        (gradient,) = gradients
+        start, stop, update = ctx.segment
+        own = gradient[start:stop].to(shrink.dtype)
+        shrunk_gradient = torch.zeros_like(shrunk)
+        matrix_gradients = []
+        for expand, matrix in zip(update.expands, matrices, strict=True):
+            columns = own[:, expand.out_start : expand.out_stop]
+            ranks = slice(expand.rank_start, expand.rank_stop)
+            shrunk_gradient[:, ranks] += columns @ matrix.t()
+            matrix_gradients.append(shrunk[:, ranks].t() @ columns)
+        rows_gradient = None
+        if ctx.needs_input_grad[1]:
+            rows_gradient = (shrunk_gradient @ shrink.t()).to(rows.dtype)
+        shrink_gradient = rows.to(shrink.dtype).t() @ shrunk_gradient
+        return gradient, rows_gradient, None, shrink_gradient, *matrix_gradients
+
+
+def _spans(update: LoraUpdate) -> LoraUpdate:
+    """The update's layout without its tensors, which are saved where autograd watches them."""
+    nothing = torch.empty(0)
+    expands = tuple(
+        LoraExpand(
+            matrix=nothing,
+            out_start=expand.out_start,
+            out_stop=expand.out_stop,
+            rank_start=expand.rank_start,
+            rank_stop=expand.rank_stop,
+        )
+        for expand in update.expands
+    )
+    return LoraUpdate(shrink=nothing, expands=expands)

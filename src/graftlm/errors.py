@@ -93,6 +93,14 @@ class AdapterMemoryExceeded(AdapterError):
     """The adapter does not fit in `adapter_memory_bytes`."""
 
 
+class TrainingDataError(GraftError, ValueError):
+    """Rows that nothing can be learnt from; the message lists file, line and reason."""
+
+
+class TrainingFailed(GraftError, RuntimeError):
+    """A training job cannot go on."""
+
+
 class EngineClosed(GraftError, RuntimeError):
     """The engine was shut down."""
 

@@ -14,6 +14,7 @@ from graftlm.cli.inspect import inspect
 from graftlm.cli.merge import merge
 from graftlm.cli.quantize import quantize
 from graftlm.cli.serve import serve
+from graftlm.cli.train import train
 from graftlm.errors import GraftError
 
 
@@ -43,6 +44,7 @@ app.command()(chat)
 app.command()(inspect)
 app.command()(merge)
 app.command()(quantize)
+app.command()(train)
 app.command()(demo)
 
 

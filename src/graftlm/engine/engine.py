@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from graftlm.adapters import Adapter, AdapterRegistry, load_adapter
 from graftlm.adapters.text import AdapterTexts
 from graftlm.adapters.weighted import is_weighted
-from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
+from graftlm.engine.base import load_base
 from graftlm.engine.block_pool import BlockPool
 from graftlm.engine.cache_blocks import CacheBlocks, CacheGroup
 from graftlm.engine.cache_plan import CachePlan, plan_cache
@@ -27,18 +24,11 @@ from graftlm.engine.metrics import EngineMetrics, EngineState
 from graftlm.engine.prompt import Prompt, PromptChecker
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.engine.scheduler import Scheduler
-from graftlm.errors import AdapterError, CheckpointError, ConfigurationError
+from graftlm.errors import AdapterError
 from graftlm.layers.kv_cache import KVCache
 from graftlm.models.base_weights import DecoderWeights
-from graftlm.models.build import build_decoder
 from graftlm.models.decoder import Decoder
-from graftlm.models.quantized_cache import open_quantized_cache
-from graftlm.quantization.policy import choose_policy
-from graftlm.text import Tokenizer, load_tokenizer
-
-logger = logging.getLogger(__name__)
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from graftlm.text import Tokenizer
 
 
 class Engine:
@@ -53,45 +43,28 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.model_name = config.name or Path(config.model).name.removesuffix(".gguf")
-        device = _device(config.device)
-        checkpoint = open_checkpoint(config.model)
-        policy = choose_policy(
-            config.quantization,
-            stored=checkpoint.quantization_config,
-            quantize_head=config.quantize_head,
-            skipped=config.quantize_skip,
-            requantize=config.requantize,
-        )
-        dtype = _dtype(config.dtype, checkpoint)
-        cache = None
-        if config.quantization_cache:
-            cache = open_quantized_cache(checkpoint, policy, dtype=dtype, device=device)
-        decoder = build_decoder(checkpoint, dtype=dtype, device=device, policy=policy, cache=cache)
-        self.tokenizer = load_tokenizer(*checkpoint.tokenizer_files)
-        _compare_vocabularies(decoder, self.tokenizer)
-        end_token_ids = _end_token_ids(checkpoint, self.tokenizer)
-        checkpoint.close()
+        base = load_base(config)
+        decoder, self.tokenizer = base.decoder, base.tokenizer
         plan = plan_cache(
             config,
             decoder.kv_shapes,
             decoder.windows,
             context_len=decoder.max_position_embeddings,
             dtype=decoder.dtype,
-            device=device,
+            device=decoder.device,
         )
         self.max_model_len = plan.max_model_len
         self.registry = AdapterRegistry(base_name=self.model_name, max_bytes=config.adapter_memory_bytes)
         self._base = DecoderWeights(decoder)
         self._loading = threading.Lock()
-        folder, gguf_file = checkpoint.tokenizer_files
-        self._texts = AdapterTexts(self.tokenizer, folder if gguf_file is None else None)
+        self._texts = AdapterTexts(self.tokenizer, base.folder)
         self.metrics = EngineMetrics(base_name=self.model_name)
         self.core = _core(config, decoder, plan, self.registry, self.metrics)
         self._checker = PromptChecker(
             self.tokenizer,
             vocab_size=decoder.vocab_size,
             max_model_len=self.max_model_len,
-            end_token_ids=end_token_ids,
+            end_token_ids=base.end_token_ids,
         )
         for name, source in config.adapters.items():
             self.load_adapter(name, source)
@@ -212,50 +185,4 @@ def _core(
         prefix_cache=config.prefix_cache,
         length_regimes=decoder.length_regimes,
     )
-    executor = LocalExecutor(decoder, cache)
-    return EngineCore(scheduler=scheduler, executor=executor, blocks=blocks, registry=registry, metrics=metrics)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as cause:
-        raise ConfigurationError("this is not a device", got=name, allowed="auto, cpu, cuda, cuda:0, …") from cause
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError("device is cuda, but torch sees no CUDA device", got=name, do="use device='cpu'")
-    return device
-
-
-def _dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
-    wanted = checkpoint.dtype if name == "auto" else name
-    if wanted not in _DTYPES:
-        raise CheckpointError(
-            "the checkpoint is saved in a dtype Graft does not compute in",
-            got=wanted,
-            allowed=", ".join(_DTYPES),
-            do="choose one of these as dtype",
-        )
-    return _DTYPES[wanted]
-
-
-def _compare_vocabularies(decoder: Decoder, tokenizer: Tokenizer) -> None:
-    """More rows than tokens are padding, and common. Tokens without a row are refused where a prompt has one: files
-    whose tokenizer got a padding token that the model never saw are common too."""
-    if len(tokenizer) > decoder.vocab_size:
-        logger.warning(
-            "the tokenizer has %d tokens, the model rows for %d: prompts with the others are refused",
-            len(tokenizer),
-            decoder.vocab_size,
-        )
-
-
-def _end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids that end an answer, as transformers' generate takes them: generation_config.json's, else config.json's;
-    the tokenizer's when neither names any."""
-    for config in (checkpoint.generation_config, checkpoint.config):
-        ids: Any = config.get("eos_token_id")
-        if ids is not None and ids != []:
-            return frozenset(ids if isinstance(ids, list) else [ids])
-    return frozenset() if tokenizer.eos_token_id is None else frozenset({tokenizer.eos_token_id})
+    return EngineCore(scheduler=scheduler, executor=LocalExecutor(decoder, cache), blocks=blocks, registry=registry)

@@ -25,8 +25,8 @@ class OutputHead:
         self._softcap = softcap
 
     def __call__(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """hidden: [N, E] -> [N, V'] float32 (float64 in a float64 model), where V' is the largest vocabulary among the rows; a row's logits beyond
-        its own vocabulary are -inf."""
+        """hidden: [N, E] -> [N, V'] float32 (float64 stays), where V' is the largest vocabulary among the rows; a
+        row's logits beyond its own vocabulary are -inf."""
         patched = [(segment, patch) for segment in segments if (patch := segment.patch.head) is not None]
         logits = self.weight.matmul(hidden, self.bias)
         resized = [patch.vocab_size for _, patch in patched if patch.vocab_size is not None]

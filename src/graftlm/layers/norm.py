@@ -57,7 +57,7 @@ class RMSNorm:
 
     def _gain_of(self, weight: Tensor) -> Tensor:
         if self._float32_product:
-            return weight.to(torch.float32) + self._offset
+            return ops.widened(weight) + self._offset
         return weight + self._offset if self._offset else weight
 
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
 from graftlm.errors import CheckpointError, InvalidRequest
+
+
+class TextToken(NamedTuple):
+    """A token and the characters [start, stop) of the text it stands for; none for one the tokenizer added."""
+
+    token_id: int
+    start: int
+    stop: int
 
 
 class Tokenizer:
@@ -44,11 +52,27 @@ class Tokenizer:
         Raises:
             InvalidRequest: the text holds half a surrogate pair, which no UTF-8 tokenizer can read.
         """
+        ids: list[int] = self._encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_with_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[TextToken]:
+        """As `encode`, with where each token comes from.
+
+        Raises:
+            InvalidRequest: as `encode`.
+        """
+        encoding = self._encode(text, add_special_tokens=add_special_tokens)
+        return [TextToken(token_id, *span) for token_id, span in zip(encoding.ids, encoding.offsets, strict=True)]
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> Any:
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError as cause:
             raise InvalidRequest("the text is not valid Unicode", param="prompt", got=repr(text)[:100]) from cause
-        return ids
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the id is a special token, which decoded text leaves out."""
+        return token_id in self._special_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids, special tokens left out."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from graftlm.adapters.config import LoraConfig, parse_lora_config
 from graftlm.adapters.methods.compiled import CompiledAdapter
+from graftlm.adapters.methods.dora import dora_output, dora_scale
 from graftlm.adapters.methods.parameters import check_expert_module, check_plain, select_parameters, take_stacks
 from graftlm.adapters.methods.saved_modules import SavedModules
 from graftlm.adapters.methods.token_rows import token_rows
@@ -153,12 +154,11 @@ class _LoraCompiler:
             factor_a, factor_b = torch.cat([factor_a, right]), torch.cat([factor_b, -left], dim=1)
         changes = "LoRA"
         if (magnitude := self._magnitude(module, out_features)) is not None:
-            ratio = magnitude / (self.saved.weight(module) + factor_b @ factor_a).norm(dim=1)
-            factor_b = factor_b * ratio[:, None]
-            bias = self._base.bias(module)
-            # The bias is not scaled: (W x + b) * g + (b - b * g).
-            shift = None if bias is None else bias.float() * (1 - ratio)
-            self.builder.transform_output(module, Affine(scale=self._on_device(ratio), shift=shift))
+            weight = self.saved.weight(module)
+            factor_a, factor_b = self._on_device(factor_a), self._on_device(factor_b)
+            scale = dora_scale(magnitude, weight, factor_a, factor_b)
+            factor_b = factor_b * scale[:, None]
+            self.builder.transform_output(module, dora_output(scale, self._base.bias(module)))
             changes = "LoRA, DoRA"
         if self._config.use_lora_bias:
             lora_bias = self._tensors.require(module, "lora_B.bias")
@@ -215,7 +215,7 @@ class _LoraCompiler:
         expand = lora_b.t() * scaling
         scale = None
         if (magnitude := self._magnitude(path, table.shape[1])) is not None:
-            scale = magnitude / (table + lora_a.t() @ expand).norm(dim=0)
+            scale = dora_scale(magnitude, table.t(), lora_a, expand.t())
         self.builder.add_embedding_low_rank(lora_a.t().contiguous(), expand.contiguous(), scale)
         self.builder.describe(path, "LoRA" if scale is None else "LoRA, DoRA", rank=rank, scaling=scaling)
         return {path}

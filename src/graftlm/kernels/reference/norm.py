@@ -11,8 +11,9 @@ from graftlm.kernels.reference.precision import widened
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Root-mean-square norm.
 
-    Semantics: x / sqrt(mean(x^2) + eps) in float32 or float64, then times weight. The weight's dtype says where the result is
-    rounded: a weight in x's dtype is applied after the cast to it (Llama), a float32 weight before (Gemma, OLMo-2).
+    Semantics: x / sqrt(mean(x^2) + eps) in float32 (float64 stays), then times weight. The weight's dtype says where
+    the result is rounded: a weight in x's dtype is applied after the cast to it (Llama), a float32 weight before
+    (Gemma, OLMo-2).
     Args: x: [..., E]. weight: [E], x's dtype or float32; None for none.
     Returns: x's shape and dtype.
     Source: arXiv 1910.07467; transformers' LlamaRMSNorm and GemmaRMSNorm.

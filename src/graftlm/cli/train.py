@@ -1,0 +1,186 @@
+"""`graft train`: one adapter, or several over one base."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graftlm.cli.engine_options import ModelArgument
+from graftlm.cli.options import options_of
+from graftlm.config import EngineConfig
+from graftlm.errors import ConfigurationError
+from graftlm.training.job import TrainingJob, make_job
+from graftlm.training.job_file import read_job_file
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from graftlm.engine.base import Base
+    from graftlm.text import Tokenizer
+    from graftlm.training.document import Document
+    from graftlm.training.job_run import JobRun
+    from graftlm.training.train import PreparedJob
+
+_BASE_OPTIONS = ("dtype", "quantization", "quantize_head", "requantize", "device")
+
+
+@options_of(TrainingJob, into="options", fields=[field.name for field in dataclasses.fields(TrainingJob)])
+@options_of(EngineConfig, into="base", fields=_BASE_OPTIONS)
+def train(
+    model: ModelArgument,
+    *,
+    job: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="TOML file with a job's options, in place of those given here. Repeat it for more jobs.",
+        ),
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Less memory, a third more time.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoints in the output folders.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print what it will take, and train nothing.")
+    ] = False,
+    show: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Print N documents, what is learnt in colour, and train nothing.")
+    ] = 0,
+    base: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    """Train LoRA adapters, and write them as PEFT does.
+
+    Ctrl-C saves a checkpoint, and --resume goes on from there as if nothing had been.
+    """
+    from rich.console import Console
+
+    jobs = _jobs(job, options)
+    config = EngineConfig(model=model, **base)
+    console = Console()
+    if dry_run or show:
+        _preview(console, config, jobs, show=show, gradient_checkpointing=gradient_checkpointing)
+        return
+    _train(console, config, jobs, gradient_checkpointing=gradient_checkpointing, resume=resume)
+
+
+def _jobs(files: Sequence[str] | None, options: dict[str, Any]) -> list[TrainingJob]:
+    fields = {field.name: field.default for field in dataclasses.fields(TrainingJob)}
+    given = {name: value for name, value in options.items() if value is not None and value != fields[name]}
+    if not files:
+        return [make_job(given)]
+    if alone := sorted(given.keys() & {"output", "name"}):
+        raise ConfigurationError(f"{', '.join(alone)} cannot be one for all jobs", do="write it in the job files")
+    return [read_job_file(file, given) for file in files]
+
+
+def _preview(
+    console: Console, config: EngineConfig, jobs: Sequence[TrainingJob], *, show: int, gradient_checkpointing: bool
+) -> None:
+    from graftlm.engine.base import load_base
+    from graftlm.training.train import check_outputs, prepare_job
+
+    check_outputs(jobs)
+    base = load_base(config)
+    for job in jobs:
+        prepared = prepare_job(job, base, str(config.model))
+        if show:
+            for document in prepared.documents[:show]:
+                console.print(_coloured(document, base.tokenizer))
+        else:
+            _print_estimate(console, prepared, base, gradient_checkpointing=gradient_checkpointing)
+
+
+def _coloured(document: Document, tokenizer: Tokenizer) -> Text:
+    """Tokens with bars between them: what is learnt in green, the rest dim."""
+    from rich.text import Text
+
+    targets = set(document.targets)
+    text = Text()
+    for place, token_id in enumerate(document.token_ids):
+        style = "bold green" if place in targets else "dim"
+        text.append(tokenizer.token_text(token_id), style=style)
+        text.append("|", style="dim blue")
+    return text
+
+
+def _print_estimate(console: Console, prepared: PreparedJob, base: Base, *, gradient_checkpointing: bool) -> None:
+    from rich.table import Table
+
+    from graftlm.cli.byte_size import format_byte_size
+    from graftlm.training.estimate import estimate
+
+    found = estimate(prepared, base, gradient_checkpointing=gradient_checkpointing)
+    table = Table(show_header=False, box=None, pad_edge=False, title=prepared.job.label)
+    rows = {
+        "parameters": f"{found.num_parameters:,} in {found.num_modules} modules",
+        "memory": (
+            f"about {format_byte_size(found.parameter_bytes)} parameters and AdamW, "
+            f"{format_byte_size(found.activation_bytes)} activations, {format_byte_size(found.logits_bytes)} logits, "
+            "beside the base"
+        ),
+        "documents": f"{found.num_documents:,}, of them {found.num_long:,} too long; {found.num_held_out:,} held out",
+        "tokens per epoch": f"{found.num_tokens:,}, of them {found.num_targets:,} learnt",
+        "steps per epoch": f"{found.steps_per_epoch:g}",
+    }
+    for label, value in rows.items():
+        table.add_row(f"[bold]{label}[/bold]", value)
+    console.print(table)
+
+
+def _train(
+    console: Console, config: EngineConfig, jobs: Sequence[TrainingJob], *, gradient_checkpointing: bool, resume: bool
+) -> None:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from graftlm.training.train import train_together
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with (
+        Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as progress,
+        _stop_on_interrupt() as stop,
+    ):
+        tasks = {job.label: progress.add_task(job.label, total=None, loss="") for job in jobs}
+
+        def report(run: JobRun) -> None:
+            metrics = run.last_metrics
+            loss = f"loss {metrics['loss']:.4f}"
+            if "eval_loss" in metrics:
+                loss += f", held out {metrics['eval_loss']:.4f}"
+            progress.update(tasks[run.job.label], completed=run.step, total=run.num_steps, loss=loss)
+
+        trained = train_together(
+            config,
+            jobs,
+            gradient_checkpointing=gradient_checkpointing,
+            resume=resume,
+            report=report,
+            is_stopped=stop.is_set,
+        )
+    for adapter in trained:
+        ending = "written to" if adapter.finished else f"stopped at step {adapter.step}; --resume goes on from"
+        typer.echo(f"{adapter.name}: {ending} {Path(adapter.folder)}")
+
+
+@contextmanager
+def _stop_on_interrupt() -> Iterator[Event]:
+    """Set by the first Ctrl-C; the second interrupts as usual."""
+    stop = Event()
+
+    def handle(signum: int, frame: object) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, previous)
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,158 @@
+"""One training job: every option with its default, once. The command line, job files and the docs read this class."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from graftlm.errors import ConfigurationError
+
+Schedule = Literal["cosine", "linear", "constant"]
+LongDocuments = Literal["truncate", "split", "refuse"]
+DEFAULT_RANK, DEFAULT_ALPHA, DEFAULT_TARGETS = 16, 32.0, "all-linear"
+
+_NAME_LIST = re.compile(r"[\w.-]+(,[\w.-]+)*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """One adapter to train.
+
+    Args:
+        data: JSON Lines file whose rows have `messages`, `prompt` and `completion`, or `text`.
+        output: folder for the adapter, its metrics and its checkpoint; new or empty, unless the run is resumed.
+        name: what messages call the job; default: the last part of `output`.
+        init_adapter: PEFT folder of a LoRA to start from, instead of one that changes nothing.
+        rank: of the update; default: 16, or that of `init_adapter`.
+        alpha: the update is scaled by alpha / rank; default: 32, or that of `init_adapter`.
+        target_modules: ends of module names with commas between them, one regular expression for whole names, or
+            all-linear; default: all-linear, or those of `init_adapter`.
+        rslora: scale by alpha / sqrt(rank) instead.
+        dora: learn the length of each row of the adapted weights separately (DoRA).
+        lr: learning rate, after the warm-up.
+        schedule: what becomes of the learning rate by the last step; cosine and linear end at zero.
+        warmup_steps: steps in which the learning rate grows to `lr`; default: 3 % of all, none if constant.
+        weight_decay: AdamW's.
+        max_grad_norm: the gradient is scaled down to this norm; 0 for never.
+        steps: updates to make; default: as many as `epochs` take.
+        epochs: times each row is seen, if `steps` is not given.
+        batch_size: rows per forward pass.
+        accumulate: forward passes per update; their loss is one mean over all their tokens.
+        shuffle: draw a new order of the rows for each epoch.
+        max_length: longest document in tokens; default: 1024, or the model's context if that is shorter.
+        long_documents: what happens to longer ones.
+        seed: of initialisation and order.
+        eval_data: rows whose loss is measured and not learnt from.
+        eval_fraction: part of `data` that is held out for the same.
+        eval_every: updates between two measurements; default: at the end only.
+        patience: measurements without a better loss after which the job ends early; 0 for never.
+        save_every: updates between two checkpoints; 0 for none before the job is interrupted.
+
+    Raises:
+        ConfigurationError: a value is out of its range.
+    """
+
+    data: str
+    output: str
+    name: str = ""
+    init_adapter: str | None = None
+    rank: int | None = None
+    alpha: float | None = None
+    target_modules: str | None = None
+    rslora: bool = False
+    dora: bool = False
+    lr: float = 2e-4
+    schedule: Schedule = "cosine"
+    warmup_steps: int | None = None
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    steps: int | None = None
+    epochs: int = 1
+    batch_size: int = 8
+    accumulate: int = 1
+    shuffle: bool = True
+    max_length: int | None = None
+    long_documents: LongDocuments = "truncate"
+    seed: int = 0
+    eval_data: str | None = None
+    eval_fraction: float = 0.0
+    eval_every: int | None = None
+    patience: int = 0
+    save_every: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("data", "output"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise ConfigurationError(f"a training job needs {name}", got=repr(getattr(self, name)))
+        for name in ("rank", "steps", "epochs", "batch_size", "accumulate", "max_length", "eval_every"):
+            self._check_integer(name, lowest=1)
+        for name in ("warmup_steps", "patience", "save_every", "seed"):
+            self._check_integer(name, lowest=0)
+        for name in ("lr", "alpha"):
+            self._check_number(name, above_zero=True)
+        for name in ("weight_decay", "max_grad_norm", "eval_fraction"):
+            self._check_number(name, above_zero=False)
+        if self.eval_fraction >= 1:
+            raise ConfigurationError("eval_fraction leaves nothing to learn from", got=self.eval_fraction)
+        if self.eval_data is not None and self.eval_fraction:
+            raise ConfigurationError("eval_data and eval_fraction are two ways to say one thing", do="leave one out")
+        for name, words in (("schedule", Schedule), ("long_documents", LongDocuments)):
+            if getattr(self, name) not in words.__args__:  # type: ignore[attr-defined]
+                allowed = ", ".join(words.__args__)  # type: ignore[attr-defined]
+                raise ConfigurationError(f"{name} has an unknown value", got=getattr(self, name), allowed=allowed)
+
+    @property
+    def label(self) -> str:
+        """What messages call the job."""
+        return self.name or Path(self.output).name
+
+    @property
+    def targets(self) -> list[str] | str | None:
+        """`target_modules` as adapter_config.json spells it: a list of names, or one word or expression."""
+        targets = self.target_modules
+        if targets is None or targets.lower() == DEFAULT_TARGETS:
+            return targets
+        return targets.split(",") if _NAME_LIST.fullmatch(targets) else targets
+
+    def _check_integer(self, name: str, *, lowest: int) -> None:
+        value = getattr(self, name)
+        if value is None and _default_of(name) is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+            raise ConfigurationError(f"{name} is not usable", got=repr(value), allowed=f"an integer from {lowest}")
+
+    def _check_number(self, name: str, *, above_zero: bool) -> None:
+        value = getattr(self, name)
+        if value is None and _default_of(name) is None:
+            return
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0 or (above_zero and value == 0):
+            allowed = "a finite number above 0" if above_zero else "a finite number from 0"
+            raise ConfigurationError(f"{name} is not usable", got=repr(value), allowed=allowed)
+
+
+def make_job(settings: Mapping[str, Any]) -> TrainingJob:
+    """A job from values as a file or a caller has them: names may be a list, and paths may be paths.
+
+    Raises:
+        ConfigurationError: an option is unknown, missing, or out of its range.
+    """
+    known = [field.name for field in dataclasses.fields(TrainingJob)]
+    if unknown := sorted(settings.keys() - set(known)):
+        raise ConfigurationError("a training job has no such options", got=", ".join(unknown), allowed=", ".join(known))
+    values = {"data": "", "output": "", **settings}
+    for name in ("data", "output", "init_adapter", "eval_data"):
+        if isinstance(values.get(name), Path):
+            values[name] = str(values[name])
+    if isinstance(values.get("target_modules"), list | tuple):
+        values["target_modules"] = ",".join(values["target_modules"])
+    return TrainingJob(**values)
+
+
+def _default_of(name: str) -> object:
+    return TrainingJob.__dataclass_fields__[name].default

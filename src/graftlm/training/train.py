@@ -1,0 +1,188 @@
+"""Training from Python: what `graft train` does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graftlm.config import DType, EngineConfig, Quantization
+from graftlm.engine.base import Base, load_base
+from graftlm.errors import ConfigurationError, TrainingFailed
+from graftlm.models.base_weights import DecoderWeights
+from graftlm.training.batch_order import permutation
+from graftlm.training.document import Document
+from graftlm.training.documents import Documents, load_documents
+from graftlm.training.job import TrainingJob, make_job
+from graftlm.training.job_run import JobRun
+from graftlm.training.output import check_folder
+from graftlm.training.start import Start, choose_start
+from graftlm.training.trainer import Trainer
+
+DEFAULT_MAX_LENGTH = 1024
+# Of `permutation`: apart from every epoch's.
+_HELD_OUT_STREAM = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedAdapter:
+    """What became of a job.
+
+    folder: a PEFT folder, if the job finished. step: updates made. metrics: of the last.
+    """
+
+    name: str
+    folder: Path
+    step: int
+    finished: bool
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedJob:
+    """A job whose data were read and checked. held_out: of the data or of `eval_data`."""
+
+    job: TrainingJob
+    start: Start
+    data: Documents
+    documents: tuple[Document, ...]
+    held_out: tuple[Document, ...]
+
+
+def train(
+    model: str | Path,
+    *,
+    dtype: DType = "auto",
+    quantization: Quantization | None = None,
+    device: str = "auto",
+    gradient_checkpointing: bool = False,
+    resume: bool = False,
+    **job: Any,
+) -> TrainedAdapter:
+    """Train one adapter; `job` are the options of `TrainingJob`.
+
+    Raises:
+        ConfigurationError, CheckpointError, AdapterError, TrainingDataError: before anything is written.
+        TrainingFailed: the job cannot go on.
+    """
+    config = EngineConfig(model=model, dtype=dtype, quantization=quantization, device=device)
+    return train_together(config, [make_job(job)], gradient_checkpointing=gradient_checkpointing, resume=resume)[0]
+
+
+def train_together(
+    config: EngineConfig,
+    jobs: Sequence[TrainingJob],
+    *,
+    gradient_checkpointing: bool = False,
+    resume: bool = False,
+    report: Callable[[JobRun], None] = lambda run: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> list[TrainedAdapter]:
+    """Train several adapters over one base in memory; each becomes what it would have become alone.
+
+    Args:
+        config: the base, its dtype, quantisation and device.
+        gradient_checkpointing: compute each layer again in the backward pass: less memory, a third more time.
+        resume: go on from the checkpoints in the jobs' output folders.
+        report: called after each update of a job. is_stopped: asked between updates; true saves checkpoints and ends.
+
+    Raises:
+        ConfigurationError, CheckpointError, AdapterError, TrainingDataError: before anything is written.
+        TrainingFailed: jobs cannot go on; the others have finished.
+    """
+    check_outputs(jobs, resume=resume)
+    base = load_base(config)
+    prepared = [prepare_job(job, base, str(config.model)) for job in jobs]
+    trainer = Trainer(base.decoder, recompute_layers=gradient_checkpointing)
+    for item in prepared:
+        trainer.add(start_run(item, base, resume=resume))
+    trainer.train(report=report, is_stopped=is_stopped)
+    if failed := [f"{run.job.label}: {run.failure}" for run in trainer.runs if run.state == "failed"]:
+        raise TrainingFailed("training failed", got="; ".join(failed))
+    return [
+        TrainedAdapter(
+            name=run.job.label,
+            folder=run.folder,
+            step=run.step,
+            finished=run.state == "finished",
+            metrics=run.last_metrics,
+        )
+        for run in trainer.runs
+    ]
+
+
+def check_outputs(jobs: Sequence[TrainingJob], *, resume: bool = False) -> None:
+    """Raise unless each job has a name, and a folder of its own that is free or, to resume, has a checkpoint.
+
+    Raises:
+        ConfigurationError
+    """
+    if not jobs:
+        raise ConfigurationError("there is no job to train", do="give data and output, or job files")
+    for what, values in (
+        ("output", [str(Path(job.output).expanduser().resolve()) for job in jobs]),
+        ("name", [job.label for job in jobs]),
+    ):
+        if twice := sorted({value for value in values if values.count(value) > 1}):
+            raise ConfigurationError(f"two jobs have one {what}", got=", ".join(twice), do="give each its own")
+    for job in jobs:
+        check_folder(Path(job.output).expanduser(), resume=resume)
+
+
+def prepare_job(job: TrainingJob, base: Base, model: str) -> PreparedJob:
+    """Read and check a job's adapter and data.
+
+    Raises:
+        ConfigurationError, AdapterError, TrainingDataError
+    """
+    decoder = base.decoder
+    start = choose_start(job, decoder.sites, model)
+    context = decoder.max_position_embeddings
+    max_length = min(DEFAULT_MAX_LENGTH, context) if job.max_length is None else job.max_length
+    if max_length > context:
+        raise ConfigurationError("max_length is beyond the model's context", got=max_length, allowed=f"up to {context}")
+
+    def load(path: str) -> Documents:
+        return load_documents(
+            path,
+            base.tokenizer,
+            vocab_size=decoder.vocab_size,
+            max_length=max_length,
+            long_documents=job.long_documents,
+        )
+
+    data = load(job.data)
+    documents, held_out = _hold_out(data.documents, job)
+    if job.eval_data is not None:
+        held_out = load(job.eval_data).documents
+    return PreparedJob(job=job, start=start, data=data, documents=documents, held_out=held_out)
+
+
+def start_run(prepared: PreparedJob, base: Base, *, resume: bool) -> JobRun:
+    """Make a job ready for its first update, or for the one after its checkpoint.
+
+    Raises:
+        ConfigurationError, AdapterError
+    """
+    return JobRun(
+        prepared.job,
+        prepared.start,
+        DecoderWeights(base.decoder),
+        prepared.documents,
+        prepared.held_out,
+        resume=resume,
+    )
+
+
+def _hold_out(documents: tuple[Document, ...], job: TrainingJob) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
+    """What is learnt from, in order, and what is held out."""
+    if not job.eval_fraction:
+        return documents, ()
+    count = max(1, math.floor(len(documents) * job.eval_fraction))
+    if count == len(documents):
+        raise ConfigurationError("eval_fraction leaves nothing to learn from", got=f"{len(documents)} documents")
+    chosen = set(permutation(len(documents), job.seed, _HELD_OUT_STREAM)[:count])
+    kept = tuple(document for index, document in enumerate(documents) if index not in chosen)
+    return kept, tuple(documents[index] for index in sorted(chosen))

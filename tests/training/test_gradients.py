@@ -1,0 +1,167 @@
+"""Gradients of every parameter, against PEFT and autograd in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graftlm.adapters.module_tensors import PEFT_PREFIX
+from graftlm.checkpoint import open_checkpoint
+from graftlm.kernels import ops
+from graftlm.models.base_weights import DecoderWeights
+from graftlm.models.build import build_decoder
+from graftlm.models.decoder import Decoder
+from graftlm.quantization.bitsandbytes import QUANTIZERS
+from graftlm.quantization.policy import LoadPolicy
+from graftlm.training.document import Document
+from graftlm.training.job import TrainingJob
+from graftlm.training.loss import losses
+from graftlm.training.packed_batch import Share, pack
+from graftlm.training.start import choose_start
+from graftlm.training.trainable import TrainableLora
+from tests.parity.family_cases import FAMILY_CASES
+from tests.parity.oracle import prompt_of
+from tests.tiny import make_adapter, make_model
+from tests.training import peft_loop
+
+# What transformers computes in float32 even in a float64 model, the reference's error decides about: the softmax of
+# capped scores, and that of a router.
+TOLERANCES = {
+    "llama": 1e-8,
+    "llama_biases": 1e-8,
+    "qwen3": 1e-8,
+    "gemma": 1e-8,
+    "gemma3_text": 1e-8,
+    "gpt2": 1e-8,
+    "opt": 1e-8,
+    "gpt_neox": 1e-8,
+    "phi": 1e-8,
+    "falcon_40b": 1e-8,
+    "gemma2": 1e-5,
+    "mixtral": 1e-5,
+}
+# Documents whose first tokens are a prompt.
+DOCUMENTS = tuple(
+    Document(token_ids=prompt_of(length, seed), learnt=tuple(place >= length // 3 for place in range(length)))
+    for length, seed in ((2, 0), (17, 1), (5, 2))
+)
+
+
+def decoder_of(base: Path, dtype: torch.dtype = torch.float64, policy: LoadPolicy | None = None) -> Decoder:
+    return build_decoder(open_checkpoint(base), dtype=dtype, device=torch.device("cpu"), policy=policy)
+
+
+def trainable_of(adapter: Path, decoder: Decoder) -> TrainableLora:
+    job = TrainingJob(data="unread", output="unwritten", init_adapter=str(adapter))
+    return TrainableLora(choose_start(job, decoder.sites, "base"), DecoderWeights(decoder), seed=0)
+
+
+def gradients_of(trainable: TrainableLora, decoder: Decoder, documents: tuple[Document, ...]) -> dict[str, Tensor]:
+    (loss,) = losses(
+        decoder, pack([Share(patch=trainable.patch(), documents=documents)], decoder), recompute_layers=False
+    )
+    loss.backward()
+    return {name: gradient for name, tensor in trainable.parameters.items() if (gradient := tensor.grad) is not None}
+
+
+class DoubleNorm(torch.nn.Module):
+    """A root-mean-square norm of transformers', in float64 throughout."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        is_gemma = type(norm).__name__.startswith("Gemma")
+        self._eps = norm.eps if is_gemma else norm.variance_epsilon
+        self._gain = norm.weight.detach() + (1.0 if is_gemma else 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(dim=-1, keepdim=True) + self._eps).rsqrt() * self._gain
+
+
+def double_norms(model: torch.nn.Module) -> None:
+    """transformers computes a root-mean-square norm in float32 whatever the model is in."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__.endswith("RMSNorm"):
+                setattr(module, name, DoubleNorm(child))
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWarning")
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("family", TOLERANCES)
+def test_gradients_are_those_of_peft(tmp_path: Path, family: str, *, use_dora: bool) -> None:
+    case = FAMILY_CASES[family]
+    base = make_model(tmp_path / "base", case.config(), dtype=torch.float64)
+    settings: dict[str, Any] = {"target_modules": [*case.targets, case.embedding, case.head], "use_dora": use_dora}
+    adapter = make_adapter(base, tmp_path / "adapter", scale=0.1, ensure_weight_tying=False, **settings)
+
+    peft_loop.make_embedding_loud(adapter)
+
+    decoder = decoder_of(base)
+    found = gradients_of(trainable_of(adapter, decoder), decoder, DOCUMENTS)
+
+    attention = "eager" if family == "gemma2" else "sdpa"
+    model = peft_loop.load(base, adapter, torch.float64, attention)
+    double_norms(model)
+    torch.stack(
+        [peft_loop.summed_loss(model, document.token_ids, document.learnt) for document in DOCUMENTS]
+    ).sum().backward()
+    expected = {
+        name.replace(".default", "").replace("vector.weight", "vector"): parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    assert found.keys() == expected.keys()
+    assert all(name.startswith(PEFT_PREFIX) for name in found)
+    for name, gradient in expected.items():
+        assert gradient is not None
+        assert gradient.abs().max() > 1e-4, name
+        largest = gradient.abs().max().item()
+        assert (found[name] - gradient).abs().max() <= TOLERANCES[family] * (1 + largest), name
+
+
+def test_packed_documents_have_the_gradients_of_single_ones(llama: Path, tmp_path: Path) -> None:
+    """R114: no document sees another, and positions begin anew."""
+    adapter = make_adapter(llama, tmp_path / "adapter", target_modules="all-linear")
+    decoder = decoder_of(llama)
+    packed = gradients_of(trainable_of(adapter, decoder), decoder, DOCUMENTS)
+    alone = [gradients_of(trainable_of(adapter, decoder), decoder, (document,)) for document in DOCUMENTS]
+    for name, gradient in packed.items():
+        total = torch.stack([gradients[name] for gradients in alone]).sum(dim=0)
+        assert (gradient - total).abs().max() <= 1e-10 * (1 + total.abs().max().item()), name
+
+
+def test_a_four_bit_base_has_the_gradients_of_its_dequantised_form(llama: Path, tmp_path: Path) -> None:
+    adapter = make_adapter(llama, tmp_path / "adapter", target_modules="all-linear")
+    policy = LoadPolicy(quantizer=QUANTIZERS["nf4"], keep_stored=False)
+    quantised = decoder_of(llama, torch.float32, policy)
+    found = gradients_of(trainable_of(adapter, quantised), quantised, DOCUMENTS)
+    dense = decoder_of(llama, torch.float32)
+    for slot, linear in dense.linears.items():
+        linear.weight.dequantize().copy_(quantised.linears[slot].weight.dequantize())
+    expected = gradients_of(trainable_of(adapter, dense), dense, DOCUMENTS)
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() <= 1e-5 * (1 + gradient.abs().max().item()), name
+    unquantised = decoder_of(llama, torch.float32)
+    exact = gradients_of(trainable_of(adapter, unquantised), unquantised, DOCUMENTS)
+    assert any((found[name] - gradient).abs().max() > 1e-3 for name, gradient in exact.items())
+
+
+def test_the_low_rank_update_passes_gradcheck() -> None:
+    torch.manual_seed(0)
+    shapes = ((6, 5), (6, 4), (4, 5), (2, 2), (3, 3))
+    out, x, shrink, first, second = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+
+    def updated(out: Tensor, x: Tensor, shrink: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        expands = (
+            ops.LoraExpand(matrix=first, out_start=0, out_stop=2, rank_start=0, rank_stop=2),
+            ops.LoraExpand(matrix=second, out_start=2, out_stop=5, rank_start=2, rank_stop=5),
+        )
+        result = out * 2
+        ops.lora(result, x, [ops.LoraSegment(1, 4, ops.LoraUpdate(shrink=shrink, expands=expands))])
+        return result
+
+    assert torch.autograd.gradcheck(updated, (out, x, shrink, first, second))

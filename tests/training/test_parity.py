@@ -1,0 +1,110 @@
+"""Training, against PEFT and a plain torch loop."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graftlm import LLM
+from graftlm.training import train
+from tests.parity.oracle import LOUD, Oracle, assert_close
+from tests.tiny import make_adapter
+from tests.training import peft_loop
+from tests.training.peft_loop import completion_rows, encode_completion, write_rows
+
+STEPS = 20
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": "all-linear", "use_rslora": True},
+        {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+        {"target_modules": ["o_proj", "embed_tokens", "lm_head"], "use_dora": True},
+    ],
+    ids=["lora", "rslora", "dora", "ends"],
+)
+def test_losses_are_those_of_peft_and_a_plain_loop(llama: Path, tmp_path: Path, method: dict[str, Any]) -> None:
+    start = make_adapter(llama, tmp_path / "start", scale=0.05, **method)
+    rows = completion_rows()
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    train(
+        llama,
+        data=data,
+        output=tmp_path / "out",
+        init_adapter=start,
+        lr=1e-3,
+        schedule="constant",
+        steps=STEPS,
+        batch_size=4,
+        shuffle=False,
+        dtype="float32",
+    )
+    encoded = [encode_completion(llama, row) for row in rows]
+    batches = list(itertools.islice(itertools.cycle([encoded[:4], encoded[4:]]), STEPS))
+    expected = peft_loop.train(llama, start, batches, lr=1e-3)
+    found = metrics(tmp_path / "out")
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    assert [line["loss"] for line in found] == pytest.approx(expected, abs=1e-5)
+    assert expected[-1] < expected[1] - 0.05
+    assert found[0]["tokens"] == sum(sum(counts) for _, counts in encoded[:4])
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_trained_folder_has_the_same_logits_in_peft_and_in_graft(llama: Path, tmp_path: Path, *, dora: bool) -> None:
+    """R117, C32."""
+    data = write_rows(tmp_path / "rows.jsonl", completion_rows())
+    targets = "all-linear" if dora else ["q_proj", "embed_tokens", "lm_head"]
+    train(llama, data=data, output=tmp_path / "out", steps=6, lr=2e-2, target_modules=targets, rank=4, dora=dora)
+    ids = list(range(60, 90))
+    oracle = Oracle(llama)
+    expected = oracle.logits(ids, tmp_path / "out")
+    llm = LLM(llama, adapters={"trained": tmp_path / "out"}, kv_cache_bytes=1 << 20)
+    assert_close(llm.logits(ids, adapter="trained"), expected)
+    assert (expected - oracle.logits(ids)).abs().max() > LOUD
+    llm.shutdown()
+
+
+def test_micro_batches_are_one_batch(llama: Path, tmp_path: Path) -> None:
+    """R113: rows of very different length, in one pass or in four."""
+    rows = [{"text": "x" * length} for length in (3, 9, 20, 50)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    common: dict[str, Any] = {"data": data, "steps": 3, "lr": 1e-2, "target_modules": ["q_proj"], "shuffle": False}
+    train(llama, output=tmp_path / "one", batch_size=4, **common)
+    train(llama, output=tmp_path / "four", batch_size=1, accumulate=4, **common)
+    for one, four in zip(metrics(tmp_path / "one"), metrics(tmp_path / "four"), strict=True):
+        assert one == pytest.approx(four, abs=1e-6)
+
+
+def test_layers_that_are_computed_again_give_the_same(llama: Path, tmp_path: Path) -> None:
+    """R116: with the layers recomputed in the backward pass, and without."""
+    data = write_rows(tmp_path / "rows.jsonl", completion_rows())
+    common: dict[str, Any] = {"data": data, "steps": 3, "lr": 1e-2}
+    for name, recompute in (("kept", False), ("again", True)):
+        train(llama, output=tmp_path / name, gradient_checkpointing=recompute, **common)
+    assert metrics(tmp_path / "kept") == metrics(tmp_path / "again")
+
+
+def test_a_four_bit_base_trains_as_its_dequantised_form(llama: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", completion_rows())
+    start = make_adapter(llama, tmp_path / "start", scale=0.05, target_modules="all-linear")
+    common: dict[str, Any] = {"data": data, "steps": 8, "lr": 5e-3, "init_adapter": start, "dtype": "float32"}
+    train(llama, output=tmp_path / "four", quantization="nf4", **common)
+    four = [line["loss"] for line in metrics(tmp_path / "four")]
+    assert four[-1] < four[0] - 0.05
+    llm = LLM(llama, adapters={"t": tmp_path / "four"}, quantization="nf4", dtype="float32", kv_cache_bytes=1 << 20)
+    ids = encode_completion(llama, completion_rows()[1])[0]
+    trained, untrained = (llm.logits(ids, adapter=name).log_softmax(-1) for name in ("t", None))
+    following = torch.tensor(ids[1:])[:, None]
+    assert trained[:-1].gather(1, following).mean() > untrained[:-1].gather(1, following).mean()
+    llm.shutdown()

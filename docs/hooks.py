@@ -22,6 +22,7 @@ from graftlm.engine.sampling_params import SamplingParams
 from graftlm.models.families import FAMILIES
 from graftlm.server.errors import STATUS_AND_CODE
 from graftlm.server.metrics import metric_table
+from graftlm.training import TrainingJob
 
 # mkdocs runs as a program of its own, which does not look for modules where it is started.
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -48,6 +49,10 @@ def engine_options() -> str:
 
 def sampling_params() -> str:
     return _fields(SamplingParams)
+
+
+def training_options() -> str:
+    return _fields(TrainingJob)
 
 
 def served_methods() -> str:
@@ -138,4 +143,5 @@ GENERATED: dict[str, Callable[[], str]] = {
     "refused_methods": refused_methods,
     "sampling_params": sampling_params,
     "served_methods": served_methods,
+    "training_options": training_options,
 }

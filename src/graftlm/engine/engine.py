@@ -185,4 +185,5 @@ def _core(
         prefix_cache=config.prefix_cache,
         length_regimes=decoder.length_regimes,
     )
-    return EngineCore(scheduler=scheduler, executor=LocalExecutor(decoder, cache), blocks=blocks, registry=registry)
+    executor = LocalExecutor(decoder, cache)
+    return EngineCore(scheduler=scheduler, executor=executor, blocks=blocks, registry=registry, metrics=metrics)

@@ -15,7 +15,6 @@ from graftlm.kernels import ops
 from graftlm.models.base_weights import DecoderWeights
 from graftlm.models.build import build_decoder
 from graftlm.models.decoder import Decoder
-from graftlm.quantization.bitsandbytes import QUANTIZERS
 from graftlm.quantization.policy import LoadPolicy
 from graftlm.training.document import Document
 from graftlm.training.job import TrainingJob
@@ -136,7 +135,7 @@ def test_packed_documents_have_the_gradients_of_single_ones(llama: Path, tmp_pat
 
 def test_a_four_bit_base_has_the_gradients_of_its_dequantised_form(llama: Path, tmp_path: Path) -> None:
     adapter = make_adapter(llama, tmp_path / "adapter", target_modules="all-linear")
-    policy = LoadPolicy(quantizer=QUANTIZERS["nf4"], keep_stored=False)
+    policy = LoadPolicy(quantization="nf4", keep_stored=False)
     quantised = decoder_of(llama, torch.float32, policy)
     found = gradients_of(trainable_of(adapter, quantised), quantised, DOCUMENTS)
     dense = decoder_of(llama, torch.float32)

@@ -82,6 +82,11 @@ def test_a_second_ctrl_c_exits_at_once(files: Files) -> None:
         (["BASE", "--enable-adapter-loading", "--adapter-root", "/nowhere/at/all"], "/nowhere/at/all"),
         (["BASE", "--host", "192.0.2.1"], "192.0.2.1"),
         (["BASE", "--max-model-len", "1000000"], "1000000"),
+        # R103: what is missing is the device, not a package.
+        (["BASE", "--device", "cuda:99"], "cuda:99"),
+        (["BASE", "--device", "cuda:99", "--quantization", "nf4"], "device='cpu'"),
+        (["BASE", "--device", "mps"], "mps"),
+        (["BASE", "--device", "toaster"], "toaster"),
     ],
     ids=" ".join,
 )

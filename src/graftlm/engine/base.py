@@ -77,8 +77,17 @@ def _choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as cause:
         raise ConfigurationError("this is not a device", got=name, allowed="auto, cpu, cuda, cuda:0, …") from cause
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError("device is cuda, but torch sees no CUDA device", got=name, do="use device='cpu'")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigurationError(
+            "device is none that Graft computes on", got=name, allowed="auto, cpu, cuda, cuda:0, …"
+        )
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigurationError(
+            "device is a CUDA device that torch does not see",
+            got=name,
+            allowed=f"{count} of them",
+            do="use device='cpu'",
+        )
     return device
 
 

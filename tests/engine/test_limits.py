@@ -140,3 +140,28 @@ def test_a_reader_that_falls_behind_gets_joined_deltas_with_nothing_missing(open
         await engine.shutdown()
 
     run(scenario())
+
+
+def test_r094_an_aborted_request_ends_at_once_wherever_it_is(open_engine: Open) -> None:
+    async def scenario() -> None:
+        engine = open_engine(max_num_seqs=2, max_num_batched_tokens=4)
+        free = engine.num_free_blocks
+        decoding = await engine.add_request(prompt(2), LONG)
+        await anext(decoding)
+        # At three tokens in a step it takes more than a hundred of them.
+        prefilling = await engine.add_request(prompt(400), greedy(1))
+        queued = await engine.add_request(prompt(4), LONG)
+        await anext(decoding)
+        for stream in (queued, prefilling, decoding):
+            stream.abort()
+            *_, last = [delta async for delta in stream]
+            assert last.finished
+            assert [answer.finish_reason for answer in last.outputs] == ["abort"]
+        for ended in (queued, prefilling, decoding):
+            ended.abort()
+        assert token_ids(await engine.generate(prompt(4), greedy(4, ignore_eos=True)))
+        assert engine.num_unfinished_requests == 0
+        assert engine.num_free_blocks == free
+        await engine.shutdown()
+
+    run(scenario())

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from graftlm import LLM, AsyncLLM
-from graftlm.errors import StepFailed
+from graftlm.errors import EngineClosed, StepFailed
 from tests.engine.rig import BLOCK_BYTES, core, greedy, one, prompt, token_ids
 from tests.tiny import make_adapter, make_llama
 
@@ -122,3 +122,26 @@ def test_a_failed_step_does_not_keep_its_adapter(base: Path, tmp_path: Path, cap
         await engine.shutdown()
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_an_engine_whose_own_books_fail_leaves_nobody_waiting(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        engine = AsyncLLM(base, kv_cache_bytes=64 * BLOCK_BYTES)
+        running = await engine.add_request(prompt(4), greedy(200, ignore_eos=True))
+        await anext(running)
+
+        def broken(job: object) -> None:
+            raise RuntimeError("injected")
+
+        core(engine).add = broken
+        late = await engine.add_request(prompt(4), greedy(8))
+        for stream in (running, late):
+            with pytest.raises(EngineClosed, match="has failed"):
+                await stream.collect()
+        assert not engine.is_running
+        with pytest.raises(EngineClosed):
+            await engine.generate(prompt(4), greedy(8))
+        await engine.shutdown()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert "thread has failed" in caplog.text

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from graftlm import AsyncLLM
+from tests.engine.test_step_failure import breaking
 from tests.server.conftest import Files
 from tests.server.live_server import LiveServer, error_of, serving
 from tests.server.test_disconnect import LONG, open_request, wait_until
@@ -127,3 +128,19 @@ def test_a_client_that_leaves_has_its_line_too(live: LiveServer, llm: AsyncLLM, 
     connection.close()
     wait_until(lambda: len(lines) == before + 1)
     assert json.loads(lines[-1])["status"] == 499
+
+
+def test_a_step_that_fails_is_500_for_its_request_alone_and_an_error_event_in_a_stream(
+    live: LiveServer, llm: AsyncLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = live.text(model="red", prompt="x", ignore_eos=True)
+    with breaking(llm, RuntimeError("a secret of the inside")):
+        whole = live.complete(model="red", prompt="x")
+    assert error_of(whole, 500)["code"] == "step_failed"
+    with breaking(llm, MemoryError()):
+        stream = live.complete(model="red", prompt="x", stream=True, timeout=30)
+    [event] = stream.text.strip().split("\n\n")
+    assert json.loads(event.removeprefix("data: "))["error"]["code"] == "step_failed"
+    assert "secret" not in whole.text + stream.text
+    assert whole.headers["x-request-id"] in caplog.text
+    assert live.text(model="red", prompt="x", ignore_eos=True) == wanted

@@ -46,7 +46,7 @@ class AsyncLLM:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._accepting = True
         self._stop = False
-        self._thread = threading.Thread(target=self._run, name="graft-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_or_close, name="graft-engine", daemon=True)
         self._thread.start()
 
     @property
@@ -298,6 +298,16 @@ class AsyncLLM:
             if item.finished:
                 self._rate.record(stream.num_answers, time.monotonic())
             stream.put(item)
+
+    def _run_or_close(self) -> None:
+        """Nobody is left waiting, even if the thread ends by something that nobody foresaw."""
+        try:
+            self._run()
+        except Exception:
+            logger.exception("the engine's thread has failed; nothing is computed any more")
+            self._accepting = False
+            for request_id in list(self._streams):
+                self._streams.pop(request_id).put(EngineClosed("the engine has failed", do="restart it"))
 
     def _run(self) -> None:
         """The engine's thread: take commands, step while there is work."""

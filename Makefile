@@ -10,7 +10,7 @@ demo: $(VENV)/.demo
 	$(BIN)/graft demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 ci: lint types docs demo test
 

@@ -6,20 +6,29 @@ less what the process held before loading (the interpreter and torch), as multip
 as the kernel counts it (VmHWM), of it anonymous memory, and of it mapped pages of files, which count as resident while
 they are read. The last two are polled, and need not be of the same moment.
 
-    python benchmarks/load.py [--shapes llama gpt2 …] [--dtype bfloat16|float32]
+With --quantization a second process loads the same checkpoint again, from the cache that the first one wrote. Then one
+decoder layer in full precision is allowed on top, and the bytes that a quantised weight takes are shown.
+
+    python benchmarks/load.py [--shapes llama gpt2 …] [--dtype bfloat16|float32] [--layers 4]
+                              [--quantization nf4 nf4-double int8]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,11 +38,15 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from graftlm import LLM
-from graftlm.config import DType
+from graftlm.config import DType, Quantization
+from graftlm.models.quantized_modules import QuantizedModules
 
 ALLOWED = 1.15
 MIB = 1 << 20
 KV_CACHE_BYTES = 16 * MIB
+LAYER_0 = re.compile(r"\.(layers|h)\.0\.")
+# Bytes per quantised weight, scales and all.
+ALLOWED_BYTES: dict[Quantization, float] = {"nf4": 0.57, "nf4-double": 0.53, "int8": 1.01}
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     # TinyLlama's sizes.
     "llama": lambda: transformers.LlamaConfig(
@@ -57,9 +70,19 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def write_checkpoint(shape: str, folder: Path) -> int:
-    """Random values in one file, which loads worst: every page of it may stay mapped. Returns how many there are."""
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Numbers of parameters: all, and those of one decoder layer."""
+
+    parameters: int
+    layer_parameters: int
+
+
+def write_checkpoint(shape: str, num_layers: int | None, folder: Path) -> Size:
+    """Random values in one file, which loads worst: every page of it may stay mapped."""
     config = SHAPES[shape]()
+    if num_layers is not None:
+        config.num_hidden_layers = num_layers
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(0)
@@ -75,7 +98,23 @@ def write_checkpoint(shape: str, folder: Path) -> int:
     config.save_pretrained(folder)
     words = {f"t{index}": index for index in range(256)}
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0"))).save_pretrained(folder)
-    return sum(tensor.numel() for tensor in tensors.values())
+    return Size(
+        parameters=sum(tensor.numel() for tensor in tensors.values()),
+        layer_parameters=sum(tensor.numel() for name, tensor in tensors.items() if LAYER_0.search(name)),
+    )
+
+
+class QuantizedCount(logging.Handler):
+    """Takes from the log how much was quantised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = QuantizedModules()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for argument in record.args if isinstance(record.args, tuple) else ():
+            if isinstance(argument, QuantizedModules):
+                self.found = argument
 
 
 def status(*fields: str) -> tuple[int, ...]:
@@ -103,47 +142,74 @@ def polled_peaks(*fields: str) -> Iterator[list[int]]:
         thread.join()
 
 
-def work(folder: Path, dtype: DType) -> None:
-    """Load the checkpoint; print what it took, in bytes."""
+def work(folder: Path, dtype: DType, quantization: Quantization | None) -> None:
+    """Load the checkpoint; print what it took, in bytes and seconds."""
+    count, log = QuantizedCount(), logging.getLogger("graftlm.models")
+    log.setLevel(logging.INFO)
+    log.addHandler(count)
     (before,) = status("VmRSS")
+    started = time.perf_counter()
     with polled_peaks("RssAnon", "RssFile") as peaks:
-        llm = LLM(folder, dtype=dtype, kv_cache_bytes=KV_CACHE_BYTES, max_model_len=16)
+        llm = LLM(folder, dtype=dtype, quantization=quantization, kv_cache_bytes=KV_CACHE_BYTES, max_model_len=16)
+    seconds = time.perf_counter() - started
     # Not getrusage's peak: that of a new process begins with its parent's.
     (peak,) = status("VmHWM")
-    print(json.dumps({"before": before, "peak": peak - before, "anonymous": peaks[0], "mapped": peaks[1]}))
+    found = {"before": before, "peak": peak - before, "anonymous": peaks[0], "mapped": peaks[1], "seconds": seconds}
+    found |= {"quantized": count.found.num_weights, "quantized_bytes": count.found.num_bytes}
+    print(json.dumps(found))
     llm.shutdown()
 
 
-def measure(shape: str, dtype: DType) -> bool:
+def measure(folder: Path, size: Size, name: str, dtype: DType, quantization: Quantization | None) -> bool:
     """Print one row of the table; whether memory stayed within what is allowed."""
-    with tempfile.TemporaryDirectory() as name:
-        num_parameters = write_checkpoint(shape, Path(name))
-        command = [sys.executable, __file__, "--worker", name, "--dtype", dtype]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    kept = num_parameters * torch.empty((), dtype=getattr(torch, dtype)).element_size()
+    command = [sys.executable, __file__, "--worker", str(folder), "--dtype", dtype]
+    if quantization is not None:
+        command += ["--quantization", quantization]
+    environment = {**os.environ, "GRAFT_CACHE": str(folder / "cache")}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    itemsize = torch.empty((), dtype=getattr(torch, dtype)).element_size()
+    kept = (size.parameters - found["quantized"]) * itemsize + found["quantized_bytes"]
+    allowed, per_weight, within = ALLOWED * kept, "", True
+    if quantization is not None:
+        allowed += size.layer_parameters * itemsize
+        bytes_per_weight = found["quantized_bytes"] / found["quantized"]
+        per_weight, within = f"{bytes_per_weight:.4f}", bytes_per_weight <= ALLOWED_BYTES[quantization]
     peak, anonymous, mapped = (found[key] / kept for key in ("peak", "anonymous", "mapped"))
     print(
-        f"| {shape} | {num_parameters / 1e9:.2f} B | {kept / MIB:.0f} MiB | {found['before'] / MIB:.0f} MiB "
-        f"| {peak:.3f} | {anonymous:.3f} | {mapped:.3f} |"
+        f"| {name} | {size.parameters / 1e9:.2f} B | {kept / MIB:.0f} MiB | {per_weight} "
+        f"| {found['before'] / MIB:.0f} MiB | {peak:.3f} | {allowed / kept:.3f} | {anonymous:.3f} | {mapped:.3f} "
+        f"| {found['seconds']:.1f} |",
+        flush=True,
     )
-    return peak <= ALLOWED
+    return within and found["peak"] <= allowed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--layers", type=int, help="of each shape; default: its own")
+    parser.add_argument("--quantization", nargs="+", default=[None], choices=ALLOWED_BYTES)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(options.worker, options.dtype)
+        work(options.worker, options.dtype, options.quantization[0])
         return 0
     print(f"{platform.platform()}, torch {torch.__version__}, safetensors in bfloat16, loaded as {options.dtype}\n")
-    print("| shape | parameters | weights kept | before | peak | anonymous | mapped |")
-    print("|---|---|---|---|---|---|---|")
-    within = [measure(shape, options.dtype) for shape in options.shapes]
-    print(f"\npeaks of at most {ALLOWED} times the weights: {sum(within)} of {len(within)}")
+    print(
+        "| shape | parameters | weights kept | bytes per quantised weight | before | peak | allowed | anonymous | mapped "
+        "| seconds |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    within = []
+    for shape in options.shapes:
+        with tempfile.TemporaryDirectory() as name:
+            size = write_checkpoint(shape, options.layers, Path(name))
+            for quantization in options.quantization:
+                starts = [shape] if quantization is None else [f"{shape}, {quantization}", "the same, cached"]
+                within += [measure(Path(name), size, start, options.dtype, quantization) for start in starts]
+    print(f"\nwithin what is allowed: {sum(within)} of {len(within)}")
     return 0 if all(within) else 1
 
 

@@ -198,7 +198,7 @@ def main() -> int:
         return 0
     print(f"{platform.platform()}, torch {torch.__version__}, safetensors in bfloat16, loaded as {options.dtype}\n")
     print(
-        "| shape | parameters | weights kept | bytes per quantised weight | before | peak | allowed | anonymous | mapped "
+        "| shape | parameters | weights kept | bytes per weight | before | peak | allowed | anonymous | mapped "
         "| seconds |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")

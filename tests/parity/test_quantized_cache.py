@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from graftlm import LLM
 from graftlm.checkpoint.file_digests import FileDigests, file_digest
+from graftlm.checkpoint.file_identity import FileIdentity
 from graftlm.checkpoint.open import open_checkpoint
+from graftlm.models.build import build_decoder
 from graftlm.models.quantized_cache import QuantizedCache, open_quantized_cache
 from graftlm.quantization.bitsandbytes import QUANTIZERS
 from graftlm.quantization.methods import read_quantization_config
@@ -127,18 +129,35 @@ def test_changed_weights_are_never_answered_from_the_old_entry(base: Path, cache
     assert torch.equal(after, logits(base, quantization_cache=False))
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["after it was opened", "while it was read"])
+def test_a_file_that_is_replaced_meanwhile_leaves_no_entry(
+    late: bool, base: Path, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = make_llama(tmp_path / "other", seed=1, num_hidden_layers=1)
+    checkpoint, policy = open_checkpoint(base), LoadPolicy(quantization="nf4", keep_stored=False)
+    settings: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
+    opened = open_quantized_cache(checkpoint, policy, **settings) if late else None
+    (other / "model.safetensors").replace(base / "model.safetensors")
+    if not late:
+        opened = open_quantized_cache(checkpoint, policy, **settings)
+        assert opened is None
+    build_decoder(checkpoint, policy=policy, cache=opened, **settings)
+    assert "has changed since it was opened" in caplog.text
+    assert entries(cache) == []
+
+
 def test_a_digest_is_remembered_only_while_the_file_is_the_same(tmp_path: Path, base: Path) -> None:
     # This file has not changed for longer than clocks tick.
     source = Path(torch.__file__)
     digests = FileDigests(tmp_path / "digests")
-    assert digests.digest(source) == file_digest(source)
+    assert digests.digest(source, FileIdentity.of(source)) == file_digest(source)
     [record] = (tmp_path / "digests").iterdir()
     record.write_text(record.read_text().replace(file_digest(source), "remembered"))
-    assert digests.digest(source) == "remembered"
+    assert digests.digest(source, FileIdentity.of(source)) == "remembered"
     for damaged in (record.read_text().replace('"size": ', '"size": 1'), "{", "[]", ""):
         record.write_text(damaged)
-        assert digests.digest(source) == file_digest(source)
-    digests.digest(base / "config.json")
+        assert digests.digest(source, FileIdentity.of(source)) == file_digest(source)
+    digests.digest(base / "config.json", FileIdentity.of(base / "config.json"))
     assert list((tmp_path / "digests").iterdir()) == [record], "a new file's digest was remembered"
 
 
@@ -245,7 +264,7 @@ def test_the_least_recently_used_entries_make_room(tmp_path: Path) -> None:
     weight = QUANTIZERS["int8"].quantize(torch.randn(64, 64), dtype=torch.float32)
 
     def write(key: str) -> None:
-        cache = QuantizedCache(tmp_path, key, weight_format, max_bytes=3 * 5000)
+        cache = QuantizedCache(tmp_path, key, weight_format, sources={}, max_bytes=3 * 5000)
         cache.add("layer", weight)
         cache.save()
         for order, entry in enumerate(sorted(entries(tmp_path), key=lambda entry: entry.stat().st_mtime_ns)):
@@ -253,7 +272,9 @@ def test_the_least_recently_used_entries_make_room(tmp_path: Path) -> None:
 
     for key in ("a", "b", "c"):
         write(key)
-    assert QuantizedCache(tmp_path, "a", weight_format).read("layer", (64, 64), dtype=torch.float32, device=CPU)
+    assert QuantizedCache(tmp_path, "a", weight_format, sources={}).read(
+        "layer", (64, 64), dtype=torch.float32, device=CPU
+    )
     (tmp_path / "killed.partial").touch()
     os.utime(tmp_path / "killed.partial", (0, 0))
     (tmp_path / "writing.partial").touch()

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from graftlm.checkpoint.file_identity import FileIdentity
+
 
 class Checkpoint(Protocol):
     """A readable model.
@@ -17,7 +19,8 @@ class Checkpoint(Protocol):
         are plain numbers. A folder's is config.json's; a GGUF file's is "gguf" and the "block_types" by tensor name.
     generation_config: generation_config.json's keys; empty when the model has none.
     tokenizer_files: the arguments `graftlm.text.load_tokenizer` needs: a folder, and a GGUF file name in it or None.
-    weight_files: what all tensors are read from, in an order that depends on nothing else.
+    weight_files: what all tensors are read from, in an order that depends on nothing else; each file as it was before
+        it was opened.
     dtype: name of the dtype the weights were saved in, such as "bfloat16".
     """
 
@@ -25,7 +28,7 @@ class Checkpoint(Protocol):
     quantization_config: Mapping[str, Any] | None
     generation_config: Mapping[str, Any]
     tokenizer_files: tuple[Path, str | None]
-    weight_files: tuple[Path, ...]
+    weight_files: Mapping[Path, FileIdentity]
     dtype: str
 
     def tensor_names(self) -> frozenset[str]:

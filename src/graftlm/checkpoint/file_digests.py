@@ -7,9 +7,11 @@ import hashlib
 import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from graftlm.checkpoint.atomic_file import partial_file, publish
+from graftlm.checkpoint.file_identity import FileIdentity
 
 # Clocks of file systems tick in steps of up to two seconds (FAT): a change in the same tick as the last does not show.
 SETTLED_SECONDS = 2.0
@@ -29,54 +31,42 @@ def file_digest(path: Path) -> str:
 class FileDigests:
     """Digests of files, remembered in small files in `folder`.
 
-    A remembered digest counts while device, inode, size, mtime and ctime are what they were when the file was read. A
-    copy over the file or an edit changes the ctime even where a tool sets the mtime back. Digests of files that were
+    A remembered digest counts while the file's identity is what it was when it was read. Digests of files that were
     changed in the last two seconds are not remembered: another change might not move the clock.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def digest(self, path: Path) -> str:
+    def digest(self, path: Path, identity: FileIdentity) -> str:
         """
+        Args:
+            identity: of the file whose digest is wanted.
+
         Raises:
-            OSError: the file cannot be read, or is being written to.
+            OSError: the file cannot be read, or has become another.
         """
-        path = path.resolve()
-        record = self._folder / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
-        before = _identity(path)
-        remembered = _read(record, before)
-        if remembered is not None:
-            return remembered
-        digest = file_digest(path)
-        if _identity(path) != before:
-            raise OSError(f"{path} changed while it was read")
-        if max(before["mtime_ns"], before["ctime_ns"]) < time.time_ns() - SETTLED_SECONDS * 1e9:
+        record = self._folder / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
+        remembered = _read(record, identity)
+        digest = remembered or file_digest(path)
+        if FileIdentity.of(path) != identity:
+            raise OSError(f"{path} has changed since it was opened")
+        if not remembered and max(identity.mtime_ns, identity.ctime_ns) < time.time_ns() - SETTLED_SECONDS * 1e9:
             self._folder.mkdir(parents=True, exist_ok=True)
             with partial_file(self._folder) as partial:
-                partial.write_text(json.dumps({"file": before, "sha256": digest}), encoding="utf-8")
+                content = {"file": asdict(identity), "sha256": digest}
+                partial.write_text(json.dumps(content), encoding="utf-8")
                 publish(partial, record)
         return digest
 
 
-def _identity(path: Path) -> dict[str, int]:
-    status = path.stat()
-    return {
-        "device": status.st_dev,
-        "inode": status.st_ino,
-        "size": status.st_size,
-        "mtime_ns": status.st_mtime_ns,
-        "ctime_ns": status.st_ctime_ns,
-    }
-
-
-def _read(record: Path, identity: dict[str, int]) -> str | None:
+def _read(record: Path, identity: FileIdentity) -> str | None:
     """The digest in a record of the same file; None where there is none or it cannot be read."""
     try:
         content = json.loads(record.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(content, dict) or content.get("file") != identity:
+    if not isinstance(content, dict) or content.get("file") != asdict(identity):
         return None
     digest = content.get("sha256")
     return digest if isinstance(digest, str) else None

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from graftlm.checkpoint.file_identity import FileIdentity
 from graftlm.checkpoint.gguf_architectures import ARCHITECTURES
 from graftlm.checkpoint.gguf_architectures.translation import Translation
 from graftlm.checkpoint.gguf_file import GGUFFile
@@ -39,6 +40,7 @@ class GGUFCheckpoint:
     """A `Checkpoint` over one GGUF file. `read` gives float32; `read_stored` keeps blocks as they are."""
 
     def __init__(self, path: Path) -> None:
+        self.weight_files: Mapping[Path, FileIdentity] = {path: FileIdentity.of(path)}
         self._file = GGUFFile(path)
         if self._file.architecture not in ARCHITECTURES:
             raise CheckpointError(
@@ -53,7 +55,6 @@ class GGUFCheckpoint:
         self.quantization_config: Mapping[str, Any] | None = self._quantization_config()
         self.generation_config: Mapping[str, Any] = {"eos_token_id": self._end_token_ids()}
         self.tokenizer_files: tuple[Path, str | None] = (path.parent, path.name)
-        self.weight_files: tuple[Path, ...] = (path,)
         self.dtype = "float32"
 
     def tensor_names(self) -> frozenset[str]:

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from graftlm.checkpoint.file_identity import FileIdentity
 from graftlm.checkpoint.json_file import read_json_object
 from graftlm.errors import CheckpointError
 
@@ -38,8 +39,9 @@ class SafetensorsCheckpoint:
         )
         self.tokenizer_files: tuple[Path, str | None] = (folder, None)
         self._folder = folder
-        self._files = {name: _open(folder / name) for name in _weight_files(folder)}
-        self.weight_files: tuple[Path, ...] = tuple(folder / name for name in self._files)
+        paths = [folder / name for name in _weight_files(folder)]
+        self.weight_files: Mapping[Path, FileIdentity] = {path: FileIdentity.of(path) for path in paths}
+        self._files = {path.name: _open(path) for path in paths}
         self._bytes_read = dict.fromkeys(self._files, 0)
         self._file_of: dict[str, str] = {}
         for file_name, file in self._files.items():

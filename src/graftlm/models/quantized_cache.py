@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import torch
 from graftlm.checkpoint import Checkpoint
 from graftlm.checkpoint.atomic_file import PARTIAL_SUFFIX, partial_file, publish
 from graftlm.checkpoint.file_digests import FileDigests, file_digest
+from graftlm.checkpoint.file_identity import FileIdentity
 from graftlm.checkpoint.mapped_tensors import MappedTensors
 from graftlm.checkpoint.safetensors_writer import PendingTensor, write_safetensors
 from graftlm.errors import CheckpointError
@@ -62,13 +64,23 @@ class QuantizedCache:
         folder: holds the entries; need not exist.
         key: see the module.
         weight_format: reads what is added.
+        sources: the files that the key stands for. If one has changed by the time of `save`, nothing is written.
         max_bytes: of all entries; the least recently used go first, the newest never.
     """
 
-    def __init__(self, folder: Path, key: str, weight_format: WeightFormat, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        key: str,
+        weight_format: WeightFormat,
+        *,
+        sources: Mapping[Path, FileIdentity],
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
         self._folder = folder
         self._key = key
         self._format = weight_format
+        self._sources = sources
         self._max_bytes = max_bytes
         self._added: dict[str, StorableWeight] = {}
         self._num_read = 0
@@ -105,6 +117,9 @@ class QuantizedCache:
             for part, tensor in weight.stored_tensors().items()
         ]
         try:
+            changed = [path for path, identity in self._sources.items() if FileIdentity.of(path) != identity]
+            if changed:
+                raise OSError(f"{changed[0]} has changed since it was opened")
             self._folder.mkdir(parents=True, exist_ok=True)
             self._make_room(sum(tensor.num_bytes for tensor in tensors))
             with partial_file(self._folder) as partial:
@@ -159,7 +174,7 @@ def open_quantized_cache(
     try:
         folder = folder or default_cache_folder()
         digests = FileDigests(folder / "digests")
-        files = [digests.digest(path) for path in checkpoint.weight_files]
+        files = [digests.digest(path, identity) for path, identity in checkpoint.weight_files.items()]
     except (OSError, RuntimeError) as cause:
         logger.warning("quantised weights are neither looked up nor kept: %s", cause)
         return None
@@ -175,7 +190,7 @@ def open_quantized_cache(
     }
     key = hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:32]
     config = WRITTEN_FORMATS[policy.quantization].config([], str(dtype).removeprefix("torch."))
-    return QuantizedCache(folder, key, read_quantization_config(config))
+    return QuantizedCache(folder, key, read_quantization_config(config), sources=checkpoint.weight_files)
 
 
 def _remove_unusable(entry: Path, cause: Exception) -> None:

@@ -12,7 +12,7 @@ from graftlm.errors import TrainingFailed
 from graftlm.models.decoder import Decoder
 from graftlm.training.document import Document
 from graftlm.training.job_run import JobRun
-from graftlm.training.loss import losses
+from graftlm.training.loss import backward, losses
 from graftlm.training.packed_batch import Share, num_rows, pack
 
 # Rows up to which documents of several jobs share a forward pass: below, a pass costs mostly the reading of the base's
@@ -94,15 +94,15 @@ class Trainer:
             for run in self.step():
                 report(run)
 
-    @torch.no_grad()
     def held_out_loss(self, run: JobRun) -> float:
         """Mean over all tokens to be learnt of what the job holds out."""
-        patch = run.trainable.patch()
+        with torch.no_grad():
+            patch = run.trainable.patch()
         total, count = 0.0, 0
         size = run.job.batch_size
         for start in range(0, len(run.held_out), size):
             share = Share(patch=patch, documents=run.held_out[start : start + size])
-            (loss,) = losses(self._decoder, pack([share], self._decoder), recompute_layers=False)
+            (loss,) = losses(self._decoder, pack([share], self._decoder))
             total += float(loss)
             count += sum(len(document.targets) for document in share.documents)
         return total / count
@@ -110,10 +110,13 @@ class Trainer:
     def _backward(self, parts: Sequence[_Part]) -> list[Tensor]:
         """Add the parts' gradients to their parameters; the parts' summed losses."""
         shares = [Share(patch=part.run.trainable.patch(), documents=part.documents) for part in parts]
-        sums = losses(self._decoder, pack(shares, self._decoder), recompute_layers=self._recompute_layers)
-        means = [loss / part.num_targets for part, loss in zip(parts, sums, strict=True)]
-        torch.autograd.backward(means)
-        return [loss.detach().cpu().double() for loss in sums]
+        sums = backward(
+            self._decoder,
+            pack(shares, self._decoder),
+            [part.num_targets for part in parts],
+            recompute_layers=self._recompute_layers,
+        )
+        return [loss.cpu() for loss in sums]
 
     def _mix(self, parts: Sequence[_Part]) -> list[list[_Part]]:
         """Parts that share a forward pass, in order: each pass within the limit, unless one part is beyond it alone."""

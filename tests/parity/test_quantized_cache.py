@@ -157,6 +157,9 @@ def test_a_digest_is_remembered_only_while_the_file_is_the_same(tmp_path: Path, 
     for damaged in (record.read_text().replace('"size": ', '"size": 1'), "{", "[]", ""):
         record.write_text(damaged)
         assert digests.digest(source, FileIdentity.of(source)) == file_digest(source)
+    (tmp_path / "file").touch()
+    nowhere = FileDigests(tmp_path / "file" / "digests")
+    assert nowhere.digest(source, FileIdentity.of(source)) == file_digest(source)
     digests.digest(base / "config.json", FileIdentity.of(base / "config.json"))
     assert list((tmp_path / "digests").iterdir()) == [record], "a new file's digest was remembered"
 

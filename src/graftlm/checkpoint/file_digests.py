@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -52,12 +54,16 @@ class FileDigests:
         if FileIdentity.of(path) != identity:
             raise OSError(f"{path} has changed since it was opened")
         if not remembered and max(identity.mtime_ns, identity.ctime_ns) < time.time_ns() - SETTLED_SECONDS * 1e9:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with partial_file(self._folder) as partial:
-                content = {"file": asdict(identity), "sha256": digest}
-                partial.write_text(json.dumps(content), encoding="utf-8")
-                publish(partial, record)
+            # Where it cannot be remembered the file is read at every start.
+            with suppress(OSError):
+                self._remember(record, {"file": asdict(identity), "sha256": digest})
         return digest
+
+    def _remember(self, record: Path, content: Mapping[str, object]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with partial_file(self._folder) as partial:
+            partial.write_text(json.dumps(content), encoding="utf-8")
+            publish(partial, record)
 
 
 def _read(record: Path, identity: FileIdentity) -> str | None:

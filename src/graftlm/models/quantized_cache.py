@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -135,19 +135,21 @@ class QuantizedCache:
                 if file_digest(entry) != entry.stem.removeprefix(f"{self._key}-"):
                     raise CheckpointError("its bytes are not those that were written")
                 tensors = MappedTensors(entry)
-                os.utime(entry)
             except (OSError, CheckpointError) as cause:
                 _remove_unusable(entry, cause)
             else:
+                # For `_make_room`; in a folder that may only be read nobody makes room.
+                with suppress(OSError):
+                    os.utime(entry)
                 return entry, tensors
         return None
 
     def _make_room(self, num_bytes: int) -> None:
         """Remove entries until `num_bytes` fit, and what writers that were killed have left."""
-        for partial in self._folder.glob(f"*{PARTIAL_SUFFIX}"):
-            if time.time() - partial.stat().st_mtime > ABANDONED_SECONDS:
+        for partial, status in _present(self._folder.glob(f"*{PARTIAL_SUFFIX}")):
+            if time.time() - status.st_mtime > ABANDONED_SECONDS:
                 partial.unlink(missing_ok=True)
-        entries = [(entry, entry.stat()) for entry in self._folder.glob(f"*{SUFFIX}")]
+        entries = list(_present(self._folder.glob(f"*{SUFFIX}")))
         excess = sum(status.st_size for _, status in entries) + num_bytes - self._max_bytes
         for entry, status in sorted(entries, key=lambda pair: pair[1].st_mtime_ns):
             if excess <= 0:
@@ -158,21 +160,20 @@ class QuantizedCache:
 
 
 def open_quantized_cache(
-    checkpoint: Checkpoint, policy: LoadPolicy, *, dtype: torch.dtype, device: torch.device, folder: Path | None = None
+    checkpoint: Checkpoint, policy: LoadPolicy, *, dtype: torch.dtype, device: torch.device
 ) -> QuantizedCache | None:
-    """The cache for a checkpoint; None where nothing is to be quantised, or its files cannot be digested.
+    """A checkpoint's cache in `default_cache_folder()`; None where nothing is quantised, or its files cannot be read.
 
     Reads the checkpoint's weight files once, and again when they have changed: see `FileDigests`.
 
     Args:
         policy: what is quantised, and to what.
         dtype: the compute dtype, to which matrices are rounded before they are quantised.
-        folder: default: `default_cache_folder()`.
     """
     if policy.quantization is None:
         return None
     try:
-        folder = folder or default_cache_folder()
+        folder = default_cache_folder()
         digests = FileDigests(folder / "digests")
         files = [digests.digest(path, identity) for path, identity in checkpoint.weight_files.items()]
     except (OSError, RuntimeError) as cause:
@@ -191,6 +192,13 @@ def open_quantized_cache(
     key = hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:32]
     config = WRITTEN_FORMATS[policy.quantization].config([], str(dtype).removeprefix("torch."))
     return QuantizedCache(folder, key, read_quantization_config(config), sources=checkpoint.weight_files)
+
+
+def _present(paths: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result]]:
+    """Those that other processes have not removed meanwhile."""
+    for path in paths:
+        with suppress(FileNotFoundError):
+            yield path, path.stat()
 
 
 def _remove_unusable(entry: Path, cause: Exception) -> None:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from graftlm.checkpoint import Checkpoint
-from graftlm.models.decoder import Decoder
+from graftlm.layers.head import OutputHead
+from graftlm.layers.linear import Linear
+from graftlm.models.decoder import DecoderSpan
 from graftlm.models.layout import HEAD_SLOT, ModuleLayout
 from graftlm.models.read import read_sites, read_spec
 from graftlm.models.site import SiteMap
@@ -42,33 +44,56 @@ class BaseWeights(Protocol):
 
 
 class DecoderWeights:
-    """`BaseWeights` of a decoder in memory."""
+    """`BaseWeights` of a decoder in memory.
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.sites = decoder.sites
-        self.dtype = decoder.dtype
-        self.device = decoder.device
-        self._decoder = decoder
+    Args:
+        elsewhere: answers for what is not in `span`; not needed for a whole decoder.
+    """
+
+    def __init__(self, span: DecoderSpan, elsewhere: BaseWeights | None = None) -> None:
+        self.sites = span.sites
+        self.dtype = span.dtype
+        self.device = span.device
+        self._span = span
+        self._elsewhere = elsewhere
 
     def linear(self, path: str) -> Weight:
         site = self.sites.matrices[path]
-        if site.slot == HEAD_SLOT:
-            return self._decoder.head.weight
-        return self._decoder.linears[site.slot].weight.part(site.start, site.stop)
+        if site.slot == HEAD_SLOT and self._span.output is not None:
+            return self._span.output.head.weight
+        if site.slot in self._span.linears:
+            return self._span.linears[site.slot].weight.part(site.start, site.stop)
+        return self._rest(path).linear(path)
 
     def bias(self, path: str) -> Tensor | None:
         site = self.sites.matrices[path]
-        layer = self._decoder.head if site.slot == HEAD_SLOT else self._decoder.linears[site.slot]
+        layer: OutputHead | Linear
+        if site.slot == HEAD_SLOT and self._span.output is not None:
+            layer = self._span.output.head
+        elif site.slot in self._span.linears:
+            layer = self._span.linears[site.slot]
+        else:
+            return self._rest(path).bias(path)
         return None if layer.bias is None else layer.bias[site.start : site.stop]
 
     def norm(self, path: str) -> tuple[Tensor, Tensor | None]:
-        norm = self._decoder.norms[self.sites.norms[path].slot]
+        slot = self.sites.norms[path].slot
+        if slot not in self._span.norms:
+            return self._rest(path).norm(path)
+        norm = self._span.norms[slot]
         if norm.weight is None:
             raise KeyError(path)  # a norm without a weight is no site
         return norm.weight, norm.bias
 
     def embedding(self) -> Tensor:
-        return self._decoder.embedding.tokens.weight.dequantize()
+        if self._span.embedding is None:
+            return self._rest(self.sites.embedding_path).embedding()
+        return self._span.embedding.tokens.weight.dequantize()
+
+    def _rest(self, path: str) -> BaseWeights:
+        if self._elsewhere is None:
+            raise KeyError(path)
+        return self._elsewhere
 
 
 class CheckpointWeights:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -30,14 +31,17 @@ from graftlm.layers.moe import Expert, GatedSharedExpert, MixtureOfExperts
 from graftlm.layers.norm import LayerNorm, Norm, RMSNorm
 from graftlm.layers.patch import Slot
 from graftlm.layers.rotary import RotaryEmbedding
-from graftlm.models.decoder import Decoder
+from graftlm.models.cache_layout import cache_windows
+from graftlm.models.decoder import Decoder, DecoderSpan, OutputLayers
+from graftlm.models.divide import check_divisible
+from graftlm.models.layer_span import LayerSpan
 from graftlm.models.layout import LayerLayout, LinearLayout, ModuleLayout, NormLayout, lay_out
 from graftlm.models.matrices import Matrices
 from graftlm.models.quantized_cache import QuantizedCache
 from graftlm.models.read import read_spec
 from graftlm.models.rope import rotary_embedding
 from graftlm.models.rope_spec import RopeSpec
-from graftlm.models.site import map_sites
+from graftlm.models.site import SiteMap, map_sites
 from graftlm.models.spec import AttentionSpec, ClampedSwiGLU, LayerSpec, MLPSpec, ModelSpec, MoESpec, NameMap, NormRole
 from graftlm.models.stored_weights import StoredWeights
 from graftlm.models.tensors import NamedTensors, check_tensors, expected_shapes, has_tied_head
@@ -68,6 +72,43 @@ def build_decoder(
         CheckpointError: an unknown architecture, a config value that is not supported, or tensors that are missing,
             unknown or misshapen; the message lists them.
     """
+    builder = _builder(checkpoint, dtype, device, policy, cache)
+    decoder = builder.decoder()
+    if cache is not None:
+        cache.save()
+    builder.report()
+    return decoder
+
+
+def build_span(
+    checkpoint: Checkpoint,
+    span: LayerSpan,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    policy: LoadPolicy | None = None,
+) -> DecoderSpan:
+    """Assemble some layers of a checkpoint's decoder. All tensors are checked, and no others' weights are read.
+
+    Args:
+        policy: as `build_decoder`.
+
+    Raises:
+        CheckpointError: as `build_decoder`.
+    """
+    builder = _builder(checkpoint, dtype, device, policy, None)
+    decoder = builder.span(span)
+    builder.report()
+    return decoder
+
+
+def _builder(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    policy: LoadPolicy | None,
+    cache: QuantizedCache | None,
+) -> _Builder:
     family, spec = read_spec(checkpoint)
     tensors = NamedTensors(checkpoint, family.names)
     stored = StoredWeights(tensors)
@@ -78,12 +119,7 @@ def build_decoder(
     modules = lay_out(spec, family.names).linear_modules()
     policy.check_skipped([family.names.embedding, *(module.path for module in modules)])
     matrices = Matrices(stored, policy, cache, dtype=dtype, device=device)
-    decoder = _Builder(tensors, matrices, spec, family.names, dtype, device).build()
-    if cache is not None:
-        cache.save()
-    if matrices.quantized.num_modules:
-        logger.info("%s", matrices.quantized)
-    return decoder
+    return _Builder(tensors, matrices, spec, family.names, dtype, device)
 
 
 def _check(tensors: NamedTensors, stored: StoredWeights, spec: ModelSpec, names: NameMap) -> None:
@@ -100,6 +136,20 @@ def _check(tensors: NamedTensors, stored: StoredWeights, spec: ModelSpec, names:
     )
     if stored.has_format and not quantized:
         logger.warning("the checkpoint has a quantization_config, but no module of it is quantised")
+
+
+class _Layers(TypedDict):
+    """What a decoder and a span of one have in common."""
+
+    rotary: tuple[RotaryEmbedding, ...]
+    blocks: tuple[Block, ...]
+    linears: Mapping[Slot, Linear]
+    norms: Mapping[Slot, Norm]
+    kv_shapes: tuple[KVShape, ...]
+    windows: tuple[int | None, ...]
+    sites: SiteMap
+    dtype: torch.dtype
+    device: torch.device
 
 
 class _Builder:
@@ -124,41 +174,84 @@ class _Builder:
         self._linears: dict[Slot, Linear] = {}
         self._norms: dict[Slot, Norm] = {}
         self._rotary: dict[RopeSpec, RotaryEmbedding] = {}
-        self._windows: list[int | None] = []
+        self._windows = cache_windows(spec)
         self._kv_shapes: list[KVShape] = []
         # Of each layer so far, which of the shapes its keys and values have.
         self._cache_layers: list[int] = []
 
-    def build(self) -> Decoder:
+    def decoder(self) -> Decoder:
         spec, layout = self._spec, self._layout
-        table_shape = layout.tables[self._names.embedding]
-        table = self._matrices.table(self._names.embedding, table_shape, head=layout.head if spec.head.tied else None)
+        table = self._table()
         # Before the layers: while it is copied, the largest matrix of many models counts twice.
         head_weight = table if spec.head.tied else self._matrices.head(layout.head)
         embedding = self._embedding(table)
         layer_inputs = self._layer_inputs()
-        layers = zip(spec.layers, layout.layers, strict=True)
-        blocks = [self._whole_block(index, *layer) for index, layer in enumerate(layers)]
-        final_norm = None if layout.final_norm is None else self._norm(layout.final_norm)
-        project_out = None if layout.project_out is None else self._linear(layout.project_out)
+        blocks = self._blocks(LayerSpan(start=0, stop=len(spec.layers), num_layers=len(spec.layers)))
         return Decoder(
             embedding=embedding,
-            rotary=list(self._rotary.values()),
             layer_inputs=layer_inputs,
-            blocks=blocks,
-            final_norm=final_norm,
-            project_out=project_out,
-            head=OutputHead(head_weight, self._bias(layout.head), spec.head.softcap),
-            linears=self._linears,
-            norms=self._norms,
-            kv_shapes=self._kv_shapes,
-            windows=self._windows,
+            output=self._output(head_weight),
+            kv_start=0,
             length_regimes=spec.length_regimes,
-            sites=map_sites(spec, self._names),
             vocab_size=spec.vocab_size,
             max_position_embeddings=spec.max_position_embeddings,
+            **self._layers(blocks),
+        )
+
+    def span(self, span: LayerSpan) -> DecoderSpan:
+        """Its layers; a table that both ends use is in the first span and in the last."""
+        check_divisible(self._spec, span)
+        spec, layout = self._spec, self._layout
+        table = self._table() if span.is_first or (span.is_last and spec.head.tied) else None
+        head_weight = None
+        if span.is_last:
+            head_weight = table if spec.head.tied else self._matrices.head(layout.head)
+        embedding = None if table is None or not span.is_first else self._embedding(table)
+        layer_inputs = self._layer_inputs() if span.is_first else None
+        blocks = self._blocks(span)
+        return DecoderSpan(
+            embedding=embedding,
+            layer_inputs=layer_inputs,
+            output=None if head_weight is None else self._output(head_weight),
+            kv_start=sum(layer.attention.kv_layer is None for layer in spec.layers[: span.start]),
+            **self._layers(blocks),
+        )
+
+    def _blocks(self, span: LayerSpan) -> list[Block]:
+        layers = list(zip(self._spec.layers, self._layout.layers, strict=True))
+        # Nothing here reads keys and values of layers before the span.
+        self._cache_layers = [-1] * span.start
+        return [self._whole_block(index, *layers[index]) for index in range(span.start, span.stop)]
+
+    def report(self) -> None:
+        """Log what was quantised."""
+        if self._matrices.quantized.num_modules:
+            logger.info("%s", self._matrices.quantized)
+
+    def _layers(self, blocks: Sequence[Block]) -> _Layers:
+        return _Layers(
+            rotary=tuple(self._rotary.values()),
+            blocks=tuple(blocks),
+            linears=self._linears,
+            norms=self._norms,
+            kv_shapes=tuple(self._kv_shapes),
+            windows=self._windows,
+            sites=map_sites(self._spec, self._names),
             dtype=self._dtype,
             device=self._device,
+        )
+
+    def _table(self) -> Weight:
+        path = self._names.embedding
+        head = self._layout.head if self._spec.head.tied else None
+        return self._matrices.table(path, self._layout.tables[path], head=head)
+
+    def _output(self, head_weight: Weight) -> OutputLayers:
+        layout = self._layout
+        return OutputLayers(
+            final_norm=None if layout.final_norm is None else self._norm(layout.final_norm),
+            project_out=None if layout.project_out is None else self._linear(layout.project_out),
+            head=OutputHead(head_weight, self._bias(layout.head), self._spec.head.softcap),
         )
 
     def _embedding(self, table: Weight) -> InputEmbedding:
@@ -273,8 +366,6 @@ class _Builder:
         if spec.kv_layer is not None:
             self._cache_layers.append(self._cache_layers[spec.kv_layer])
             return self._cache_layers[-1]
-        if spec.window not in self._windows:
-            self._windows.append(spec.window)
         group = self._windows.index(spec.window)
         self._kv_shapes.append(KVShape(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, group=group))
         self._cache_layers.append(len(self._kv_shapes) - 1)

@@ -1,8 +1,9 @@
-"""The only decoder. It is assembled from layers by `build.py`; it knows no family and no adapter."""
+"""The only decoder, whole or in spans. It is assembled from layers by `build.py`; it knows no family and no adapter."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,72 +24,98 @@ from graftlm.models.length_regimes import LengthRegimes
 from graftlm.models.site import SiteMap
 
 
-class Decoder:
-    """Token ids to logits, over ragged batches.
+@dataclass(frozen=True, kw_only=True)
+class OutputLayers:
+    """What turns the last layer's output into logits."""
 
-    linears, norms: the layers by the slot adapters know them under. sites: where adapters can attach.
-    kv_shapes: what each layer of the cache holds. windows: how far back each cache group sees; None for all the way.
-    length_regimes: lengths that change how a sequence is computed.
+    final_norm: Norm | None
+    project_out: Linear | None
+    head: OutputHead
+
+    def __call__(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """[N, E] -> [N, V] float32."""
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden, segments)
+        if self.project_out is not None:
+            hidden = self.project_out(hidden, segments)
+        return self.head(hidden, segments)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecoderSpan:
+    """Consecutive layers of a decoder, over ragged batches.
+
+    embedding: of the span that begins with the first layer. output: of the span that ends with the last.
+    layer_inputs: of a decoder that is not divided.
+    linears, norms: its layers by the slot adapters know them under. sites: where adapters can attach, in all spans.
+    kv_shapes: what each of its layers of the cache holds. kv_start: how many layers the spans before have there.
+    windows: how far back each cache group of the whole decoder sees; None for all the way.
     """
 
-    def __init__(
+    embedding: InputEmbedding | None
+    rotary: tuple[RotaryEmbedding, ...]
+    layer_inputs: LayerInputs | None
+    blocks: tuple[Block, ...]
+    output: OutputLayers | None
+    linears: Mapping[Slot, Linear]
+    norms: Mapping[Slot, Norm]
+    kv_start: int
+    kv_shapes: tuple[KVShape, ...]
+    windows: tuple[int | None, ...]
+    sites: SiteMap
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, batch: RaggedBatch, key_values: KeyValues, hidden: Tensor | None = None) -> Tensor:
+        """Compute a batch.
+
+        Args:
+            hidden: what the span before gives, [T, E]; the first span needs none.
+
+        Returns: what the last layer gives, [T, E]; of the last span the logits of the rows that want them, [N, V]
+            float32, V the largest vocabulary among them.
+        """
+        hidden = self.hidden(batch, key_values, hidden=hidden)
+        if self.output is None:
+            return hidden
+        return self.output(hidden.index_select(0, batch.logit_rows), batch.logit_segments)
+
+    def hidden(
         self,
+        batch: RaggedBatch,
+        key_values: KeyValues,
+        run: BlockRunner = run_block,
         *,
-        embedding: InputEmbedding,
-        rotary: Sequence[RotaryEmbedding],
-        layer_inputs: LayerInputs | None,
-        blocks: Sequence[Block],
-        final_norm: Norm | None,
-        project_out: Linear | None,
-        head: OutputHead,
-        linears: Mapping[Slot, Linear],
-        norms: Mapping[Slot, Norm],
-        kv_shapes: Sequence[KVShape],
-        windows: Sequence[int | None],
-        length_regimes: LengthRegimes,
-        sites: SiteMap,
-        vocab_size: int,
-        max_position_embeddings: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.embedding = embedding
-        self._rotary = tuple(rotary)
-        self._layer_inputs = layer_inputs
-        self._blocks = tuple(blocks)
-        self._final_norm = final_norm
-        self._project_out = project_out
-        self.head = head
-        self.linears = linears
-        self.norms = norms
-        self.kv_shapes = tuple(kv_shapes)
-        self.windows = tuple(windows)
-        self.length_regimes = length_regimes
-        self.sites = sites
-        self.vocab_size = vocab_size
-        self.max_position_embeddings = max_position_embeddings
-        self.dtype = dtype
-        self.device = device
-
-    def __call__(self, batch: RaggedBatch, key_values: KeyValues) -> Tensor:
-        """Logits of the rows that want them, [N, V] float32, V the largest vocabulary among them."""
-        hidden = self.hidden(batch, key_values)
-        return self.logits(hidden.index_select(0, batch.logit_rows), batch.logit_segments)
-
-    def hidden(self, batch: RaggedBatch, key_values: KeyValues, run: BlockRunner = run_block) -> Tensor:
-        """What the last layer gives, [T, E]. run: how each layer is computed."""
-        hidden = self.embedding(batch)
-        angles = {rotary: rotary.angles(batch, hidden.dtype) for rotary in self._rotary}
-        layer_inputs = () if self._layer_inputs is None else self._layer_inputs(batch, hidden)
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """What the last layer gives, [T, E]. run: how each layer is computed. hidden: as in `__call__`."""
+        if self.embedding is not None:
+            hidden = self.embedding(batch)
+        if hidden is None:
+            raise ValueError("without an embedding it takes the output of the span before")
+        angles = {rotary: rotary.angles(batch, hidden.dtype) for rotary in self.rotary}
+        layer_inputs = () if self.layer_inputs is None else self.layer_inputs(batch, hidden)
         step = DecoderStep(batch=batch, key_values=key_values, angles=angles, layer_inputs=layer_inputs)
-        for block in self._blocks:
+        for block in self.blocks:
             hidden = run(block, hidden, step)
         return hidden
 
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Decoder(DecoderSpan):
+    """Token ids to logits: all layers, between both ends. length_regimes: lengths that change how a sequence is
+    computed."""
+
+    embedding: InputEmbedding
+    output: OutputLayers
+    length_regimes: LengthRegimes
+    vocab_size: int
+    max_position_embeddings: int
+
+    @property
+    def head(self) -> OutputHead:
+        return self.output.head
+
     def logits(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Of rows of the last layer's output, [N, E] -> [N, V] float32."""
-        if self._final_norm is not None:
-            hidden = self._final_norm(hidden, segments)
-        if self._project_out is not None:
-            hidden = self._project_out(hidden, segments)
-        return self.head(hidden, segments)
+        return self.output(hidden, segments)

@@ -40,6 +40,13 @@ class EngineConfig:
         max_num_batched_tokens: tokens in one step, prompt chunks and decodes together.
         prefill_chunk_tokens: most prompt tokens of one request in one step; default: whatever the step has left.
         prefix_cache: reuse the keys and values of earlier requests that began with the same tokens and adapter.
+        workers: processes on Ray that share the layers out among them; default: this process computes all of them.
+        worker_layers: how many layers each worker gets; default: shares that weigh the same, both ends counted.
+        worker_cpus: cores each worker computes with, and reserves on a cluster; default: an equal share of this
+            machine's.
+        worker_timeout_seconds: a worker that answers no step for so long is taken for dead and replaced.
+        ray_address: a Ray cluster that runs already, such as "auto"; default: one is started on this machine for the
+            engine alone.
         allow_pickle: read `.bin` adapters (with torch's restricted unpickler); safetensors files always win.
     """
 
@@ -62,6 +69,11 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     prefill_chunk_tokens: int | None = None
     prefix_cache: bool = True
+    workers: int | None = None
+    worker_layers: Sequence[int] = ()
+    worker_cpus: int | None = None
+    worker_timeout_seconds: float = 60.0
+    ray_address: str | None = None
     allow_pickle: bool = False
 
     @property
@@ -98,10 +110,27 @@ class EngineConfig:
             "max_queued_requests",
             "max_num_batched_tokens",
         )
-        optional = ("max_model_len", "kv_cache_bytes", "prefill_chunk_tokens")
+        optional = ("max_model_len", "kv_cache_bytes", "prefill_chunk_tokens", "workers", "worker_cpus")
         for name in (*positive, *optional):
             value = getattr(self, name)
             if value is None and name in optional:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigurationError(f"{name} must be a positive integer", got=repr(value))
+        self._check_workers()
+
+    def _check_workers(self) -> None:
+        if self.workers is None:
+            for name in ("worker_layers", "worker_cpus", "ray_address"):
+                if getattr(self, name):
+                    raise ConfigurationError(f"{name} is about workers, and there are none", do="set workers as well")
+        elif self.worker_layers and (
+            len(self.worker_layers) != self.workers or not all(count >= 1 for count in self.worker_layers)
+        ):
+            raise ConfigurationError(
+                "worker_layers does not fit workers",
+                got=list(self.worker_layers),
+                allowed=f"{self.workers} positive integers",
+            )
+        if not 0 < self.worker_timeout_seconds < float("inf"):
+            raise ConfigurationError("worker_timeout_seconds must be positive", got=self.worker_timeout_seconds)

@@ -89,6 +89,10 @@ class AdapterNameTaken(AdapterError):
     """Another adapter, or the base model, already answers to this name."""
 
 
+class AdapterChanged(AdapterError):
+    """The adapter's files are no longer those that were loaded."""
+
+
 class AdapterMemoryExceeded(AdapterError):
     """The adapter does not fit in `adapter_memory_bytes`."""
 

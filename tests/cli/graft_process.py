@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import psutil
+
 DEADLINE_SECONDS = 90
 
 
@@ -77,6 +79,10 @@ class GraftProcess:
     def wait(self) -> int:
         """The exit code."""
         return self._process.wait(DEADLINE_SECONDS)
+
+    def descendants(self) -> list[psutil.Process]:
+        """All processes it has started, and theirs."""
+        return psutil.Process(self._process.pid).children(recursive=True)
 
     def errors(self) -> str:
         assert self._process.stderr is not None

@@ -35,7 +35,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def breaking(llm: LLM | AsyncLLM, error: BaseException) -> Iterator[list[int]]:
     """Until it has broken once, a layer in the middle raises: some have written their keys and values by then. The list
     gets the number of rows of the batch that broke."""
-    linears = list(core(llm)._executor._decoder.linears.values())
+    linears = list(core(llm)._executor._runner._span.linears.values())
     linear = linears[len(linears) // 2]
     weight = linear.weight
     rows: list[int] = []

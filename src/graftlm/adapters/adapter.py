@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from graftlm.adapters.text import AdapterText
 from graftlm.layers.patch import ModelPatch
@@ -30,6 +31,7 @@ class Adapter:
     method: PEFT's name for it, such as "LoRA" or "rsLoRA".
     modules: what it changes, in model order. bound and total count the file's tensors: they are equal, since an
         adapter with a tensor that nothing uses is refused.
+    source: the file its weights were read from; None for a weighted sum.
     patch: what it does to the model. dormant_patch: what it does before its invocation tokens (aLoRA); for all others
         the same object.
     invocation_token_ids: aLoRA's; the adapter is active from the start of their last occurrence in a prompt.
@@ -44,6 +46,7 @@ class Adapter:
     digest: str
     method: str
     modules: tuple[BoundModule, ...]
+    source: Path | None
     patch: ModelPatch
     dormant_patch: ModelPatch
     bound: int

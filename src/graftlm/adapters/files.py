@@ -52,13 +52,13 @@ class AdapterFiles:
     """An adapter as read from disk.
 
     tensors: the file's own names and dtypes, on the CPU.
-    digest: SHA-256 of config and weights. folder: where they lie.
+    digest: SHA-256 of config and weights. weights_path: the file with the weights, beside its config.
     """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     digest: str
-    folder: Path
+    weights_path: Path
 
 
 def find_adapter(source: str | Path) -> tuple[Path, Path]:
@@ -120,7 +120,7 @@ def read_adapter_files(source: str | Path, *, max_bytes: int, allow_pickle: bool
     else:
         tensors = _parse_safetensors(content, weights_path.name)
     _check_tensor_names(tensors, weights_path.name)
-    return AdapterFiles(config=config, tensors=tensors, digest=digest, folder=weights_path.parent)
+    return AdapterFiles(config=config, tensors=tensors, digest=digest, weights_path=weights_path.absolute())
 
 
 def _check_tensor_names(tensors: Mapping[str, Tensor], file_name: str) -> None:

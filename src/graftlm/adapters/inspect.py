@@ -80,7 +80,7 @@ def inspect_adapter(source: str | Path, *, allow_pickle: bool = False) -> Adapte
         trained_on=files.config.get("base_model_name_or_path"),
         peft_version=files.config.get("peft_version"),
         modules=_modules(files.tensors, config),
-        text_files=tuple(name for name in TOKENIZER_FILES if (files.folder / name).is_file()),
+        text_files=tuple(name for name in TOKENIZER_FILES if (files.weights_path.parent / name).is_file()),
         refusal=refusal,
     )
 

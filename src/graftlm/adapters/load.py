@@ -69,6 +69,7 @@ def load_adapter(
         digest=files.digest,
         method=compiled.method,
         modules=modules,
+        source=files.weights_path,
         patch=patch,
         dormant_patch=dormant,
         bound=bound,
@@ -77,7 +78,7 @@ def load_adapter(
         invocation_token_ids=compiled.invocation_token_ids,
         vocab_size=compiled.vocab_size,
         virtual_token_ids=compiled.virtual_token_ids,
-        text=AdapterText() if texts is None else texts.read(files.folder),
+        text=AdapterText() if texts is None else texts.read(files.weights_path.parent),
     )
 
 

@@ -95,6 +95,7 @@ def combine(model: str, parts: Sequence[tuple[Adapter, float]]) -> Adapter:
         digest=digest.hexdigest(),
         method="weighted sum",
         modules=tuple(module for adapter, _ in parts for module in adapter.modules),
+        source=None,
         patch=patch,
         dormant_patch=patch,
         bound=sum(adapter.bound for adapter, _ in parts),

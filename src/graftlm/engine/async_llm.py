@@ -17,6 +17,7 @@ from graftlm.adapters import Adapter, AdapterChoice, choice_name
 from graftlm.config import EngineConfig
 from graftlm.engine.completion_rate import CompletionRate
 from graftlm.engine.engine import Engine
+from graftlm.engine.executor import WorkerInfo
 from graftlm.engine.job import Job
 from graftlm.engine.memory import return_free_memory
 from graftlm.engine.metrics import EngineNumbers, EngineState
@@ -70,6 +71,11 @@ class AsyncLLM:
     def is_alive(self) -> bool:
         """Whether the engine's thread runs, which it does until a shutdown is through."""
         return self._thread.is_alive()
+
+    @property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """The processes that compute, when there are others than this one."""
+        return self._open().workers
 
     @property
     def is_running(self) -> bool:
@@ -241,7 +247,10 @@ class AsyncLLM:
         self._stop = True
         self._commands.put(lambda: None)
         await asyncio.to_thread(self._thread.join)
-        self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await asyncio.to_thread(engine.close)
+        del engine
         return_free_memory()
 
     def _open(self) -> Engine:

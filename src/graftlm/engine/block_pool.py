@@ -64,6 +64,11 @@ class BlockPool:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
 
+    def forget(self) -> None:
+        """Unlearn what blocks contain; who holds them stays as it is."""
+        self._hash_of.clear()
+        self._block_of.clear()
+
     def free(self, blocks: Iterable[BlockId]) -> None:
         """Let go of blocks; those that nobody else holds are free, the first of them for the longest.
 

@@ -117,6 +117,11 @@ class CacheBlocks:
             for index in range(max(start, table.num_dropped), stop):
                 group.pool.record(table.blocks[index], hashes[index])
 
+    def forget(self) -> None:
+        """Nothing that blocks contain is known any more."""
+        for group in self._groups:
+            group.pool.forget()
+
     def drop_behind(self, tables: Sequence[BlockTable], *, num_computed: int) -> None:
         """Take back what no token from `num_computed` on sees."""
         for group, table in zip(self._groups, tables, strict=True):

@@ -13,7 +13,7 @@ from torch import Tensor
 from graftlm.adapters import Adapter, AdapterRegistry, active_from
 from graftlm.engine.answer import describe_logprobs
 from graftlm.engine.cache_blocks import CacheBlocks
-from graftlm.engine.executor import LocalExecutor
+from graftlm.engine.executor import AdapterUnavailable, CacheLost, Executor
 from graftlm.engine.job import Job, delta
 from graftlm.engine.metrics import EngineMetrics
 from graftlm.engine.outputs import CompletionOutput, RequestFailure, RequestOutput, TokenLogprob
@@ -32,7 +32,7 @@ class EngineCore:
         self,
         *,
         scheduler: Scheduler,
-        executor: LocalExecutor,
+        executor: Executor,
         blocks: CacheBlocks,
         registry: AdapterRegistry,
         metrics: EngineMetrics,
@@ -109,7 +109,7 @@ class EngineCore:
             self._metrics.scheduled(self._jobs[job_id])
         begun = time.perf_counter()
         try:
-            return [*self._compute(plan)]
+            return self._compute(plan)
         except Exception as cause:
             logger.exception("a step failed; the requests in it are given up: %s", ", ".join(job_ids))
             # The frames hold the step's tensors, and the error outlives it.
@@ -118,8 +118,14 @@ class EngineCore:
         finally:
             self._metrics.stepped(time.perf_counter() - begun)
 
-    def _compute(self, plan: SchedulerOutput) -> list[RequestOutput]:
-        logits = self._executor.execute(plan.sequences)
+    def _compute(self, plan: SchedulerOutput) -> list[RequestOutput | RequestFailure]:
+        try:
+            logits = self._executor.execute(plan.sequences)
+        except CacheLost:
+            self._start_over()
+            return []
+        except AdapterUnavailable as unavailable:
+            return self._give_up(unavailable)
         tokens = self._sample(plan, logits)
         token_ids = {name: None if token is None else token.token_id for name, token in tokens.items()}
         moved = self._scheduler.update(plan, token_ids)
@@ -145,10 +151,28 @@ class EngineCore:
             self._executor.hold_adapter(adapter)
             virtual = adapter.virtual_token_ids
         try:
-            return self._whole_sequence((*virtual, *token_ids), adapter)[len(virtual) :]
+            while True:
+                try:
+                    return self._whole_sequence((*virtual, *token_ids), adapter)[len(virtual) :]
+                except CacheLost:
+                    self._start_over()
+        except AdapterUnavailable as unavailable:
+            raise unavailable.error from unavailable
         finally:
             if adapter is not None:
                 self._executor.release_adapter(adapter)
+
+    def _start_over(self) -> None:
+        """Go on after the cache was lost: what requests have generated so far is known here, and all that is needed."""
+        self._scheduler.start_over()
+        self._executor.recover()
+
+    def _give_up(self, unavailable: AdapterUnavailable) -> list[RequestOutput | RequestFailure]:
+        """End the jobs whose adapter cannot be had."""
+        users = [job for job in self._jobs.values() if job.adapter and job.adapter.digest == unavailable.digest]
+        for job in users:
+            self.abort(job.job_id)
+        return [RequestFailure(request_id=job.job_id, error=unavailable.error) for job in users]
 
     def _whole_sequence(self, token_ids: Sequence[int], adapter: Adapter | None) -> Tensor:
         """Logits of every row, computed in chunks of one step each."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -11,28 +11,31 @@ from torch import Tensor
 from graftlm.adapters import Adapter, AdapterRegistry, load_adapter
 from graftlm.adapters.text import AdapterTexts
 from graftlm.adapters.weighted import is_weighted
+from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
-from graftlm.engine.base import load_base
+from graftlm.engine.base import load_text
 from graftlm.engine.block_pool import BlockPool
 from graftlm.engine.cache_blocks import CacheBlocks, CacheGroup
-from graftlm.engine.cache_plan import CachePlan, plan_cache
 from graftlm.engine.core import EngineCore
-from graftlm.engine.executor import LocalExecutor
+from graftlm.engine.executor import WorkerInfo
 from graftlm.engine.job import Job
 from graftlm.engine.memory import trim_heap
 from graftlm.engine.metrics import EngineMetrics, EngineState
 from graftlm.engine.prompt import Prompt, PromptChecker
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.engine.scheduler import Scheduler
+from graftlm.engine.served_model import ServedModel, serve_here
 from graftlm.errors import AdapterError
-from graftlm.layers.kv_cache import KVCache
-from graftlm.models.base_weights import DecoderWeights
-from graftlm.models.decoder import Decoder
 from graftlm.text import Tokenizer
+
+LoadModel = Callable[[EngineConfig, Checkpoint], ServedModel]
 
 
 class Engine:
     """A loaded base model, its adapters by name, and the core that runs jobs on them.
+
+    Args:
+        load: makes the model ready; default: here, or on the workers the config asks for.
 
     Raises:
         ConfigurationError: an option cannot be met here.
@@ -40,34 +43,44 @@ class Engine:
         AdapterError: one of the adapters to start with cannot be served; nothing is left loaded.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, load: LoadModel | None = None) -> None:
+        load = load or _load
         self.config = config
         self.model_name = config.name or Path(config.model).name.removesuffix(".gguf")
-        base = load_base(config)
-        decoder, self.tokenizer = base.decoder, base.tokenizer
-        plan = plan_cache(
-            config,
-            decoder.kv_shapes,
-            decoder.windows,
-            context_len=decoder.max_position_embeddings,
-            dtype=decoder.dtype,
-            device=decoder.device,
-        )
-        self.max_model_len = plan.max_model_len
+        checkpoint = open_checkpoint(config.model)
+        model = load(config, checkpoint)
+        self._executor = model.executor
+        base = load_text(checkpoint, model.vocab_size)
+        checkpoint.close()
+        self.tokenizer = base.tokenizer
+        self.max_model_len = model.plan.max_model_len
         self.registry = AdapterRegistry(base_name=self.model_name, max_bytes=config.adapter_memory_bytes)
-        self._base = DecoderWeights(decoder)
+        self._base = model.base
         self._loading = threading.Lock()
         self._texts = AdapterTexts(self.tokenizer, base.folder)
         self.metrics = EngineMetrics(base_name=self.model_name)
-        self.core = _core(config, decoder, plan, self.registry, self.metrics)
+        self.core = _core(config, model, self.registry, self.metrics)
         self._checker = PromptChecker(
             self.tokenizer,
-            vocab_size=decoder.vocab_size,
+            vocab_size=model.vocab_size,
             max_model_len=self.max_model_len,
             end_token_ids=base.end_token_ids,
         )
-        for name, source in config.adapters.items():
-            self.load_adapter(name, source)
+        try:
+            for name, source in config.adapters.items():
+                self.load_adapter(name, source)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """The processes that compute, if they are others."""
+        return self._executor.workers
+
+    def close(self) -> None:
+        """Let go of everything outside this process. May be called twice."""
+        self._executor.close()
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
@@ -163,19 +176,10 @@ class Engine:
                 self.registry.release(held)
 
 
-def _core(
-    config: EngineConfig, decoder: Decoder, plan: CachePlan, registry: AdapterRegistry, metrics: EngineMetrics
-) -> EngineCore:
-    cache = KVCache(
-        decoder.kv_shapes,
-        num_blocks=plan.num_blocks,
-        block_size=config.block_size,
-        dtype=decoder.dtype,
-        device=decoder.device,
-    )
+def _core(config: EngineConfig, model: ServedModel, registry: AdapterRegistry, metrics: EngineMetrics) -> EngineCore:
     groups = [
         CacheGroup(window=window, pool=BlockPool(num_blocks))
-        for window, num_blocks in zip(decoder.windows, plan.num_blocks, strict=True)
+        for window, num_blocks in zip(model.windows, model.plan.num_blocks, strict=True)
     ]
     blocks = CacheBlocks(groups, block_size=config.block_size, chunk_tokens=config.chunk_tokens)
     scheduler = Scheduler(
@@ -183,7 +187,14 @@ def _core(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         prefix_cache=config.prefix_cache,
-        length_regimes=decoder.length_regimes,
+        length_regimes=model.length_regimes,
     )
-    executor = LocalExecutor(decoder, cache)
-    return EngineCore(scheduler=scheduler, executor=executor, blocks=blocks, registry=registry, metrics=metrics)
+    return EngineCore(scheduler=scheduler, executor=model.executor, blocks=blocks, registry=registry, metrics=metrics)
+
+
+def _load(config: EngineConfig, checkpoint: Checkpoint) -> ServedModel:
+    if config.workers is None:
+        return serve_here(config, checkpoint)
+    from graftlm.distributed.start import serve_on_ray
+
+    return serve_on_ray(config, checkpoint)

@@ -13,6 +13,7 @@ from torch import Tensor
 from graftlm.adapters import Adapter, AdapterChoice, choice_name
 from graftlm.config import EngineConfig
 from graftlm.engine.engine import Engine
+from graftlm.engine.executor import WorkerInfo
 from graftlm.engine.memory import return_free_memory
 from graftlm.engine.metrics import EngineNumbers
 from graftlm.engine.outputs import OutputCollector, RequestFailure, RequestOutput
@@ -42,6 +43,23 @@ class LLM:
     def __init__(self, model: str | Path, **options: Any) -> None:
         self._engine: Engine | None = Engine(EngineConfig(model=model, **options))
         self._lock = threading.Lock()
+
+    @classmethod
+    def over(cls, engine: Engine) -> LLM:
+        """A front end for an engine that was built otherwise; it is shut down with it."""
+        llm = cls.__new__(cls)
+        llm._engine, llm._lock = engine, threading.Lock()
+        return llm
+
+    @property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """The processes that compute, when there are others than this one."""
+        return self._open().workers
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Free blocks of the KV cache."""
+        return self._open().core.num_free_blocks
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
@@ -158,7 +176,10 @@ class LLM:
     def shutdown(self) -> None:
         """Free everything. May be called twice."""
         with self._lock:
-            self._engine = None
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
+            del engine
         return_free_memory()
 
     def _open(self) -> Engine:

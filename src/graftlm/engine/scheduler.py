@@ -137,6 +137,12 @@ class Scheduler:
         sequences.sort(key=lambda sequence: sequence.adapter_digest or "")
         return SchedulerOutput(sequences=tuple(sequences))
 
+    def start_over(self) -> None:
+        """Forget what the cache holds, for everybody: running requests are computed anew from their first token."""
+        for request in reversed(self._running.copy()):
+            self._preempt(request)
+        self._blocks.forget()
+
     def update(self, output: SchedulerOutput, sampled: Mapping[str, int | None]) -> list[Request]:
         """Record a computed step: append sampled tokens, finish what is done.
 

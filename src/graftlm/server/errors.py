@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from graftlm.errors import (
+    AdapterChanged,
     AdapterCorrupt,
     AdapterError,
     AdapterFilesNotFound,
@@ -49,6 +50,7 @@ STATUS_AND_CODE: Mapping[type[Exception], tuple[int, str | None]] = {
     AdapterIncompatible: (400, "adapter_incompatible"),
     AdapterNameInvalid: (400, "adapter_name_invalid"),
     AdapterNameTaken: (409, "adapter_name_taken"),
+    AdapterChanged: (409, "adapter_changed"),
     AdapterMemoryExceeded: (400, "adapter_memory_exceeded"),
     EngineClosed: (503, "engine_closed"),
     EngineOverloaded: (429, "engine_overloaded"),

@@ -1,0 +1,1 @@
+"""The layers of one model over several processes, on Ray or in this process for tests."""

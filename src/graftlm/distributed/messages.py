@@ -1,0 +1,97 @@
+"""What the engine and its workers tell each other. Plain data that pickles; every step says whose it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from graftlm.config import EngineConfig
+from graftlm.engine.scheduler import ScheduledSequence
+from graftlm.models.layer_span import LayerSpan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedTensor:
+    """A tensor as bytes that pickle without a copy, whatever its dtype."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    content: NDArray[np.uint8]
+
+    @staticmethod
+    def of(tensor: Tensor) -> PackedTensor:
+        content: NDArray[Any] = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        return PackedTensor(dtype=tensor.dtype, shape=tuple(tensor.shape), content=content)
+
+    def unpack(self) -> Tensor:
+        """A tensor of its own: the bytes may lie in memory that is shared, and must not be written to."""
+        if not self.content.size:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.from_numpy(self.content.copy()).view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """What a worker loads. num_blocks: of each cache group of the whole model."""
+
+    config: EngineConfig
+    span: LayerSpan
+    num_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageDescription:
+    """Where a stage is. node: as the workers' engine calls it."""
+
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterPart:
+    """weight: in a weighted sum; None for an adapter that stands alone."""
+
+    name: str
+    source: Path
+    digest: str
+    weight: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterRecipe:
+    """How to get an adapter's weights. digest: of the whole. parts: one, or those of a weighted sum."""
+
+    name: str
+    digest: str
+    parts: tuple[AdapterPart, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepKey:
+    """epoch: grows whenever a worker is replaced. number: of the step, counted from 1 within the epoch."""
+
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageStep:
+    """One step for one stage. hidden: what the stage before gave; None for the first."""
+
+    key: StepKey
+    sequences: tuple[ScheduledSequence, ...]
+    hidden: PackedTensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageReply:
+    """output: [T, E], or of the last stage the logits, [N, V]."""
+
+    key: StepKey
+    output: PackedTensor

@@ -1,0 +1,265 @@
+"""An executor that sends each step through the stages, one after the other, and replaces stages that are lost.
+
+What a lost worker knew is not kept elsewhere: the engine has every request's tokens and computes them anew (the token
+journal). Keys and values never travel.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from typing import TypeVar
+from weakref import WeakSet
+
+from torch import Tensor
+
+from graftlm.adapters import Adapter
+from graftlm.adapters.weighted import parse_weighted
+from graftlm.distributed.messages import (
+    AdapterPart,
+    AdapterRecipe,
+    PackedTensor,
+    StageDescription,
+    StagePlan,
+    StageReply,
+    StageStep,
+    StepKey,
+)
+from graftlm.distributed.stage import StepRefused
+from graftlm.distributed.worker import Call, Worker, WorkerLost, WorkerPool
+from graftlm.engine.executor import AdapterUnavailable, CacheLost, WorkerInfo
+from graftlm.engine.scheduler import ScheduledSequence
+from graftlm.errors import AdapterError, EngineClosed
+
+logger = logging.getLogger(__name__)
+
+# Importing torch, reading weights from a cold disk.
+LOAD_SECONDS = 900.0
+# A step that takes a worker along every time would do so for ever.
+MAX_LOSSES_IN_A_ROW = 3
+
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(kw_only=True, eq=False)
+class _Member:
+    """A worker that has its stage. adapters: digest -> name of those it was told to have; None if they do not concern
+    it."""
+
+    worker: Worker
+    plan: StagePlan
+    description: StageDescription
+    adapters: dict[str, str | None] = field(default_factory=dict)
+
+
+class PipelineExecutor:
+    """`Executor` over workers.
+
+    Args:
+        plans: of the stages, in order. timeout_seconds: for the answer to a step.
+
+    Raises:
+        CheckpointError, ConfigurationError: a stage cannot be loaded.
+        EngineClosed: workers are lost while they load.
+    """
+
+    def __init__(self, pool: WorkerPool, plans: Sequence[StagePlan], *, timeout_seconds: float) -> None:
+        self._pool = pool
+        self._plans = tuple(plans)
+        self._timeout_seconds = timeout_seconds
+        self._members: dict[int, _Member] = {}
+        self._key = StepKey(epoch=0, number=0)
+        self._is_ready = False
+        self._losses = 0
+        self._held: dict[str, list[Adapter]] = {}
+        # What nobody can ask for any more vanishes from here by itself, and from the stages before the next step.
+        self._known: WeakSet[Adapter] = WeakSet()
+        self._lock = threading.Lock()
+        try:
+            self.recover()
+        except BaseException:
+            self.close()
+            raise
+        self._losses = 0
+
+    @property
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        with self._lock:
+            members = sorted(self._members.items())
+        needed = self._needed()
+        running = [self._describe(index, member, needed) for index, member in members]
+        return (*running, *self._pool.spares)
+
+    def hold_adapter(self, adapter: Adapter) -> None:
+        self._held.setdefault(adapter.digest, []).append(adapter)
+        with self._lock:
+            self._known.add(adapter)
+
+    def release_adapter(self, adapter: Adapter) -> None:
+        """Stages keep it for as long as its name can ask for it again."""
+        holders = self._held[adapter.digest]
+        holders.remove(adapter)
+        if not holders:
+            del self._held[adapter.digest]
+
+    def execute(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
+        if not self._is_ready:
+            raise CacheLost("workers are missing")
+        try:
+            self._forget_adapters()
+            for digest in dict.fromkeys(sequence.adapter_digest for sequence in sequences):
+                if digest is not None:
+                    self._ensure_adapter(self._held[digest][0])
+            output = self._send_through(tuple(sequences))
+        except WorkerLost as lost:
+            self._is_ready = False
+            raise CacheLost(str(lost)) from lost
+        self._losses = 0
+        return output
+
+    def recover(self) -> None:
+        while True:
+            self._losses += 1
+            if self._losses > MAX_LOSSES_IN_A_ROW:
+                self._losses = 0
+                raise EngineClosed(
+                    "workers are lost again and again",
+                    do="look at their memory and their logs; requests may be sent again",
+                )
+            try:
+                self._fill_gaps()
+                self._begin_epoch()
+            except WorkerLost as lost:
+                logger.warning("lost while recovering: %s", lost)
+            else:
+                self._pool.keep_spares({member.description.node for member in self._members.values()})
+                self._is_ready = True
+                return
+
+    def close(self) -> None:
+        self._is_ready = False
+        with self._lock:
+            members = list(self._members.values())
+            self._members.clear()
+        for member in members:
+            member.worker.kill()
+        self._pool.close()
+
+    def _describe(self, index: int, member: _Member, needed: Set[str]) -> WorkerInfo:
+        known = dict(member.adapters)
+        return WorkerInfo(
+            id=member.worker.id,
+            node=member.description.node,
+            pid=member.description.pid,
+            layers=(self._plans[index].span.start, self._plans[index].span.stop),
+            adapters=tuple(name for digest, name in known.items() if name is not None and digest in needed),
+            state="running",
+        )
+
+    def _fill_gaps(self) -> None:
+        """Have a worker for every stage; those that are missing load at the same time."""
+        loading: list[tuple[int, Worker, Call[StageDescription]]] = []
+        for index, plan in enumerate(self._plans):
+            if index not in self._members:
+                worker = self._pool.take()
+                loading.append((index, worker, worker.load(plan)))
+        for position, (index, worker, call) in enumerate(loading):
+            try:
+                description = call.result(LOAD_SECONDS)
+            except BaseException:
+                for _, other, _ in loading[position:]:
+                    other.kill()
+                raise
+            member = _Member(worker=worker, plan=self._plans[index], description=description)
+            with self._lock:
+                self._members[index] = member
+            start, stop = member.plan.span.start, member.plan.span.stop
+            logger.info("layers %d to %d are on %s, process %d", start, stop - 1, description.node, description.pid)
+
+    def _begin_epoch(self) -> None:
+        self._key = StepKey(epoch=self._key.epoch + 1, number=0)
+        begun = [(index, member.worker.begin(self._key.epoch)) for index, member in sorted(self._members.items())]
+        for index, call in begun:
+            self._answer(index, call)
+
+    def _send_through(self, sequences: tuple[ScheduledSequence, ...]) -> Tensor:
+        self._key = StepKey(epoch=self._key.epoch, number=self._key.number + 1)
+        hidden: PackedTensor | None = None
+        for index in range(len(self._plans)):
+            step = StageStep(key=self._key, sequences=sequences, hidden=hidden)
+            hidden = self._step(index, step).output
+        assert hidden is not None
+        return hidden.unpack()
+
+    def _step(self, index: int, step: StageStep) -> StageReply:
+        """The answer to this step; late ones to others are passed over."""
+        deadline = time.monotonic() + self._timeout_seconds
+        call = self._members[index].worker.step(step)
+        while True:
+            try:
+                reply = self._answer(index, call, deadline - time.monotonic())
+            except StepRefused as refused:
+                self._lose(index)
+                raise WorkerLost(str(refused)) from refused
+            if reply.key == step.key:
+                return reply
+
+    def _answer(self, index: int, call: Call[_Answer], timeout_seconds: float | None = None) -> _Answer:
+        """A worker's answer; without one it is given up."""
+        try:
+            return call.result(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+        except WorkerLost as lost:
+            logger.warning("worker %s is lost: %s", self._members[index].worker.id, lost)
+            self._lose(index)
+            raise
+
+    def _lose(self, index: int) -> None:
+        with self._lock:
+            member = self._members.pop(index)
+        member.worker.kill()
+
+    def _ensure_adapter(self, adapter: Adapter) -> None:
+        """Have every stage know an adapter; those that do not yet read it at the same time."""
+        recipe = _recipe(adapter)
+        asked = [
+            (index, member, member.worker.ensure_adapter(recipe))
+            for index, member in sorted(self._members.items())
+            if adapter.digest not in member.adapters
+        ]
+        failure: AdapterError | None = None
+        for index, member, call in asked:
+            try:
+                concerned = self._answer(index, call, LOAD_SECONDS)
+            except AdapterError as error:
+                failure = error
+            else:
+                member.adapters[adapter.digest] = adapter.name if concerned else None
+        if failure is not None:
+            raise AdapterUnavailable(adapter.digest, failure)
+
+    def _needed(self) -> set[str]:
+        with self._lock:
+            return {adapter.digest for adapter in self._known}
+
+    def _forget_adapters(self) -> None:
+        needed = self._needed()
+        for index, member in sorted(self._members.items()):
+            if gone := [digest for digest in member.adapters if digest not in needed]:
+                self._answer(index, member.worker.forget_adapters(gone))
+                for digest in gone:
+                    del member.adapters[digest]
+
+
+def _recipe(adapter: Adapter) -> AdapterRecipe:
+    weights = parse_weighted(adapter.name).values() if adapter.parts else (None,)
+    parts = [_part(part, weight) for part, weight in zip(adapter.parts or (adapter,), weights, strict=True)]
+    return AdapterRecipe(name=adapter.name, digest=adapter.digest, parts=tuple(parts))
+
+
+def _part(adapter: Adapter, weight: float | None) -> AdapterPart:
+    if adapter.source is None:
+        raise ValueError(f"{adapter.name} was not read from a file")
+    return AdapterPart(name=adapter.name, source=adapter.source, digest=adapter.digest, weight=weight)

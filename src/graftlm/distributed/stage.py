@@ -1,0 +1,149 @@
+"""One worker's share of a model: its layers, their KV cache, and of each adapter what concerns them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from graftlm.adapters import Adapter, load_adapter
+from graftlm.adapters.weighted import combine
+from graftlm.checkpoint import open_checkpoint
+from graftlm.distributed.messages import (
+    AdapterPart,
+    AdapterRecipe,
+    PackedTensor,
+    StageDescription,
+    StagePlan,
+    StageReply,
+    StageStep,
+    StepKey,
+)
+from graftlm.engine.load_options import choose_dtype, load_policy
+from graftlm.engine.span_runner import SpanRunner
+from graftlm.errors import AdapterChanged, GraftError
+from graftlm.layers.patch import ModelPatch, PrefixPatch
+from graftlm.models.base_weights import CheckpointWeights, DecoderWeights
+from graftlm.models.build import build_span
+
+logger = logging.getLogger(__name__)
+
+
+class StepRefused(GraftError, RuntimeError):
+    """A step is not the one that this stage can compute next: it belongs to an epoch that is over, or others are
+    missing before it."""
+
+
+class Stage:
+    """Computes steps on a span of layers.
+
+    Raises:
+        CheckpointError, ConfigurationError
+    """
+
+    def __init__(self, plan: StagePlan) -> None:
+        config = plan.config
+        self._config = config
+        # Stays open: what an adapter means here may depend on weights of other layers.
+        self._checkpoint = open_checkpoint(config.model)
+        self._span = build_span(
+            self._checkpoint,
+            plan.span,
+            dtype=choose_dtype(config.dtype, self._checkpoint),
+            device=torch.device("cpu"),
+            policy=load_policy(config, self._checkpoint),
+        )
+        self._base = DecoderWeights(self._span, elsewhere=CheckpointWeights(self._checkpoint))
+        self._num_blocks = plan.num_blocks
+        self._adapters: dict[str, Adapter] = {}
+        self._runner = self._new_runner()
+        self._last = StepKey(epoch=0, number=0)
+        self._reply: StageReply | None = None
+
+    def describe(self) -> StageDescription:
+        return StageDescription(node=platform.node(), pid=os.getpid())
+
+    def begin(self, epoch: int) -> None:
+        """Start an epoch with an empty cache; steps of earlier ones are refused from now on."""
+        self._last, self._reply = StepKey(epoch=epoch, number=0), None
+        self._runner = self._new_runner()
+
+    def ensure_adapter(self, recipe: AdapterRecipe) -> bool:
+        """Have an adapter's weights, as far as they concern these layers.
+
+        Returns: whether they concern them at all.
+
+        Raises:
+            AdapterError: its files cannot be read; `AdapterChanged` if they are another's now.
+        """
+        if recipe.digest not in self._adapters:
+            parts = [(self._read(part), part.weight) for part in recipe.parts]
+            weighted = [(adapter, weight) for adapter, weight in parts if weight is not None]
+            adapter = combine(recipe.name, weighted) if weighted else parts[0][0]
+            self._adapters[recipe.digest] = self._own_part(adapter)
+        return self._adapters[recipe.digest].num_bytes > 0
+
+    def forget_adapters(self, digests: Sequence[str]) -> None:
+        """Free adapters' weights. Unknown ones are fine."""
+        for digest in digests:
+            self._adapters.pop(digest, None)
+
+    def step(self, step: StageStep) -> StageReply:
+        """Compute a step. The last one again is answered again, not computed again.
+
+        Raises:
+            StepRefused
+        """
+        if self._reply is not None and step.key == self._last:
+            return self._reply
+        expected = StepKey(epoch=self._last.epoch, number=self._last.number + 1)
+        if step.key != expected:
+            raise StepRefused("this step does not follow the last one", got=step.key, allowed=str(expected))
+        hidden = None if step.hidden is None else step.hidden.unpack()
+        output = self._runner.run(step.sequences, self._adapters, hidden)
+        self._last, self._reply = step.key, StageReply(key=step.key, output=PackedTensor.of(output))
+        return self._reply
+
+    def _new_runner(self) -> SpanRunner:
+        return SpanRunner(self._span, num_blocks=self._num_blocks, block_size=self._config.block_size)
+
+    def _read(self, part: AdapterPart) -> Adapter:
+        adapter = load_adapter(
+            part.name,
+            part.source,
+            self._base,
+            max_bytes=self._config.adapter_memory_bytes,
+            allow_pickle=self._config.allow_pickle,
+        )
+        if adapter.digest != part.digest:
+            raise AdapterChanged(
+                f"the files of adapter {part.name} have changed since it was loaded",
+                got=f"digest {adapter.digest[:12]}",
+                allowed=f"digest {part.digest[:12]}",
+                do="unload it and load it again",
+            )
+        return adapter
+
+    def _own_part(self, adapter: Adapter) -> Adapter:
+        patch = self._own_patch(adapter.patch)
+        # They stay one object where they are one: a sequence is then one segment.
+        is_one = adapter.dormant_patch is adapter.patch
+        return replace(adapter, patch=patch, dormant_patch=patch if is_one else self._own_patch(adapter.dormant_patch))
+
+    def _own_patch(self, patch: ModelPatch) -> ModelPatch:
+        span = self._span
+        return ModelPatch(
+            linears={slot: linear for slot, linear in patch.linears.items() if slot in span.linears},
+            norms={slot: norm for slot, norm in patch.norms.items() if slot in span.norms},
+            embedding=None if span.embedding is None else patch.embedding,
+            head=None if span.output is None else patch.head,
+            prefix=None if patch.prefix is None else self._own_prefix(patch.prefix),
+        )
+
+    def _own_prefix(self, prefix: PrefixPatch) -> PrefixPatch:
+        own = slice(self._span.kv_start, self._span.kv_start + len(self._span.kv_shapes))
+        return PrefixPatch(keys=prefix.keys[own], values=prefix.values[own])

@@ -1,0 +1,87 @@
+"""Serving a model on workers: who gets which layers, and a pipeline over them."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from graftlm.checkpoint import Checkpoint, open_checkpoint
+from graftlm.config import EngineConfig
+from graftlm.distributed.messages import StagePlan
+from graftlm.distributed.partition import balanced_spans, end_weights, explicit_spans, layer_weights
+from graftlm.distributed.pipeline import PipelineExecutor
+from graftlm.distributed.worker import WorkerPool
+from graftlm.engine.cache_plan import plan_cache
+from graftlm.engine.load_options import choose_dtype
+from graftlm.engine.served_model import ServedModel
+from graftlm.errors import ConfigurationError
+from graftlm.models.base_weights import CheckpointWeights
+from graftlm.models.cache_layout import cache_shapes, cache_windows
+from graftlm.models.divide import check_divisible
+from graftlm.models.layer_span import LayerSpan
+from graftlm.models.layout import ModelLayout, lay_out
+from graftlm.models.read import read_spec
+
+_CPU = torch.device("cpu")
+
+
+def serve_on_ray(config: EngineConfig, checkpoint: Checkpoint) -> ServedModel:
+    """Load a model into Ray actors, on a cluster that is there or on one started for it on this machine.
+
+    Raises:
+        ConfigurationError: Ray is not installed, or cannot be reached.
+        CheckpointError
+    """
+    if config.ray_address is None:
+        # Ray reads it when it is imported. Off, the node's address is 127.0.0.1, and nothing listens on any other.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    try:
+        from graftlm.distributed.ray_workers import RayPool
+    except ImportError as cause:
+        raise ConfigurationError("workers need Ray", got=str(cause), do="pip install 'graftlm[ray]'") from cause
+    return serve_on_workers(config, checkpoint, RayPool(config))
+
+
+def serve_on_workers(config: EngineConfig, checkpoint: Checkpoint, pool: WorkerPool) -> ServedModel:
+    """Load a model into workers of a pool, which is closed with the executor, or if this fails.
+
+    Raises:
+        ConfigurationError, CheckpointError
+    """
+    try:
+        if config.device not in ("auto", "cpu"):
+            raise ConfigurationError("workers compute on the CPU", got=config.device, allowed="auto, cpu")
+        family, spec = read_spec(checkpoint)
+        plan = plan_cache(
+            config,
+            cache_shapes(spec),
+            cache_windows(spec),
+            context_len=spec.max_position_embeddings,
+            dtype=choose_dtype(config.dtype, checkpoint),
+            device=_CPU,
+        )
+        spans = _spans(config, lay_out(spec, family.names))
+        for span in spans:
+            check_divisible(spec, span)
+        # One of its own: this one is closed once everything has been read.
+        base = CheckpointWeights(open_checkpoint(config.model))
+    except BaseException:
+        pool.close()
+        raise
+    stages = [StagePlan(config=config, span=span, num_blocks=plan.num_blocks) for span in spans]
+    return ServedModel(
+        executor=PipelineExecutor(pool, stages, timeout_seconds=config.worker_timeout_seconds),
+        base=base,
+        plan=plan,
+        windows=cache_windows(spec),
+        length_regimes=spec.length_regimes,
+        vocab_size=spec.vocab_size,
+    )
+
+
+def _spans(config: EngineConfig, layout: ModelLayout) -> tuple[LayerSpan, ...]:
+    if config.worker_layers:
+        return explicit_spans(config.worker_layers, len(layout.layers))
+    before, after = end_weights(layout)
+    return balanced_spans(layer_weights(layout), config.workers or 1, before=before, after=after)

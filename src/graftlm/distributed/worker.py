@@ -1,0 +1,76 @@
+"""What a pipeline asks of the processes that hold its stages. Ray's actors are such."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from graftlm.distributed.messages import AdapterRecipe, StageDescription, StagePlan, StageReply, StageStep
+from graftlm.engine.executor import WorkerInfo
+
+Answer_co = TypeVar("Answer_co", covariant=True)
+
+
+class WorkerLost(Exception):
+    """A worker died, or does not answer in time, which is treated alike: it is never spoken to again."""
+
+
+class Call(Protocol[Answer_co]):
+    """Something a worker was asked, and does meanwhile."""
+
+    def result(self, timeout_seconds: float) -> Answer_co:
+        """The answer. Asked again, the next one: a late answer to another call may have come before.
+
+        Raises:
+            WorkerLost
+            GraftError: what the stage raised.
+        """
+        ...
+
+
+class Worker(Protocol):
+    """A process that can take a stage; calls are served in the order in which they are made."""
+
+    @property
+    def id(self) -> str: ...
+
+    def load(self, plan: StagePlan) -> Call[StageDescription]:
+        """Make a stage, which the other calls go to."""
+        ...
+
+    def begin(self, epoch: int) -> Call[None]: ...
+
+    def ensure_adapter(self, recipe: AdapterRecipe) -> Call[bool]: ...
+
+    def forget_adapters(self, digests: Sequence[str]) -> Call[None]: ...
+
+    def step(self, step: StageStep) -> Call[StageReply]: ...
+
+    def kill(self) -> None:
+        """End the process, however it is. May be called twice."""
+        ...
+
+
+class WorkerPool(Protocol):
+    """Where workers come from."""
+
+    def take(self) -> Worker:
+        """A worker that has loaded nothing, as soon as can be.
+
+        Raises:
+            WorkerLost: none can be had.
+        """
+        ...
+
+    @property
+    def spares(self) -> tuple[WorkerInfo, ...]:
+        """Workers that nobody has taken yet. May be read from any thread."""
+        ...
+
+    def keep_spares(self, nodes: Iterable[str]) -> None:
+        """Have a spare on each of these nodes, soon."""
+        ...
+
+    def close(self) -> None:
+        """End all of them. May be called twice."""
+        ...

@@ -1,0 +1,58 @@
+"""What a config's words for device, dtype and quantisation mean for a checkpoint on this machine."""
+
+from __future__ import annotations
+
+import torch
+
+from graftlm.checkpoint import Checkpoint
+from graftlm.config import EngineConfig
+from graftlm.errors import CheckpointError, ConfigurationError
+from graftlm.quantization.policy import LoadPolicy, choose_policy
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(name: str) -> torch.device:
+    """Raises ConfigurationError: it is no device, or not here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as cause:
+        raise ConfigurationError("this is not a device", got=name, allowed="auto, cpu, cuda, cuda:0, …") from cause
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigurationError(
+            "device is none that Graft computes on", got=name, allowed="auto, cpu, cuda, cuda:0, …"
+        )
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigurationError(
+            "device is a CUDA device that torch does not see",
+            got=name,
+            allowed=f"{count} of them",
+            do="use device='cpu'",
+        )
+    return device
+
+
+def choose_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
+    """Raises CheckpointError: "auto", and the checkpoint is in a dtype that is not computed in."""
+    wanted = checkpoint.dtype if name == "auto" else name
+    if wanted not in _DTYPES:
+        raise CheckpointError(
+            "the checkpoint is saved in a dtype Graft does not compute in",
+            got=wanted,
+            allowed=", ".join(_DTYPES),
+            do="choose one of these as dtype",
+        )
+    return _DTYPES[wanted]
+
+
+def load_policy(config: EngineConfig, checkpoint: Checkpoint) -> LoadPolicy:
+    """Raises ConfigurationError: the checkpoint is already quantised, and not so."""
+    return choose_policy(
+        config.quantization,
+        stored=checkpoint.quantization_config,
+        quantize_head=config.quantize_head,
+        skipped=config.quantize_skip,
+        requantize=config.requantize,
+    )

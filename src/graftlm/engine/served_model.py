@@ -1,0 +1,54 @@
+"""A base model that is ready to compute, wherever that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graftlm.checkpoint import Checkpoint
+from graftlm.config import EngineConfig
+from graftlm.engine.base import load_decoder
+from graftlm.engine.cache_plan import CachePlan, plan_cache
+from graftlm.engine.executor import Executor, LocalExecutor
+from graftlm.engine.span_runner import SpanRunner
+from graftlm.models.base_weights import BaseWeights, DecoderWeights
+from graftlm.models.length_regimes import LengthRegimes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """What an engine needs of a model.
+
+    base: what adapters are checked against. plan: the KV cache's. windows: how far back each cache group sees.
+    """
+
+    executor: Executor
+    base: BaseWeights
+    plan: CachePlan
+    windows: tuple[int | None, ...]
+    length_regimes: LengthRegimes
+    vocab_size: int
+
+
+def serve_here(config: EngineConfig, checkpoint: Checkpoint) -> ServedModel:
+    """Load a model into this process.
+
+    Raises:
+        ConfigurationError, CheckpointError
+    """
+    decoder = load_decoder(config, checkpoint)
+    plan = plan_cache(
+        config,
+        decoder.kv_shapes,
+        decoder.windows,
+        context_len=decoder.max_position_embeddings,
+        dtype=decoder.dtype,
+        device=decoder.device,
+    )
+    return ServedModel(
+        executor=LocalExecutor(SpanRunner(decoder, num_blocks=plan.num_blocks, block_size=config.block_size)),
+        base=DecoderWeights(decoder),
+        plan=plan,
+        windows=decoder.windows,
+        length_regimes=decoder.length_regimes,
+        vocab_size=decoder.vocab_size,
+    )

@@ -1,0 +1,51 @@
+"""Computing scheduled sequences on the layers that are in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from graftlm.adapters import Adapter
+from graftlm.engine.batch_builder import build_batch, build_key_values
+from graftlm.engine.block_pool import BlockId
+from graftlm.engine.scheduler import ScheduledSequence
+from graftlm.layers.kv_cache import KVCache
+from graftlm.models.decoder import DecoderSpan
+
+
+class SpanRunner:
+    """A decoder, or a span of one, with the KV cache of its layers."""
+
+    def __init__(self, span: DecoderSpan, *, num_blocks: Sequence[int], block_size: int) -> None:
+        self._span = span
+        self._cache = KVCache(
+            span.kv_shapes, num_blocks=num_blocks, block_size=block_size, dtype=span.dtype, device=span.device
+        )
+
+    @torch.inference_mode()
+    def run(
+        self, sequences: Sequence[ScheduledSequence], adapters: Mapping[str, Adapter], hidden: Tensor | None = None
+    ) -> Tensor:
+        """Compute the sequences' tokens.
+
+        Args:
+            adapters: of the sequences, by digest.
+            hidden: what the span before gives, [T, E]; the first span needs none.
+
+        Returns: as `DecoderSpan`; rows are in the sequences' order.
+        """
+        for group in range(len(self._span.windows)):
+            if begun := [block for sequence in sequences if (block := self._begun_block(sequence, group)) is not None]:
+                self._cache.clear(group, begun)
+        span = self._span
+        batch = build_batch(sequences, adapters, device=span.device)
+        key_values = build_key_values(sequences, self._cache, windows=span.windows, device=span.device)
+        return span(batch, key_values, hidden)
+
+    def _begun_block(self, sequence: ScheduledSequence, group: int) -> BlockId | None:
+        """The block that this step begins and does not fill. Its other slots are attended, masked, before they are
+        written: NaN that an overflowing adapter left there would come through the mask (0 * NaN)."""
+        index, filled = divmod(sequence.stop, self._cache.block_size)
+        return sequence.block_tables[group][index] if filled and sequence.stop - filled >= sequence.start else None

@@ -1,0 +1,150 @@
+"""Workers that are processes on Ray, and are killed and frozen by the system."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from graftlm import LLM, AsyncLLM, SamplingParams
+from graftlm.engine.executor import WorkerInfo
+from tests.cli.graft_process import graft_process
+from tests.distributed.rig import GREEDY, OPTIONS, answers, assert_same_logits, requests, tokens
+
+NAMES = ["plain", "dora", "ends"]
+LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+DEADLINE_SECONDS = 60.0
+# Of a step that takes milliseconds.
+PATIENCE_SECONDS = 4.0
+
+
+@pytest.fixture
+def open_engine(cluster: None, base: Path, adapters: dict[str, Path]) -> Callable[[], AsyncLLM]:
+    chosen = {name: adapters[name] for name in NAMES}
+
+    def open_() -> AsyncLLM:
+        return AsyncLLM(base, adapters=chosen, workers=2, worker_timeout_seconds=PATIENCE_SECONDS, **OPTIONS)
+
+    return open_
+
+
+@pytest.fixture(scope="module")
+def expected(local: LLM) -> list[tuple[int, ...]]:
+    return tokens(answers(local, NAMES, LONG))
+
+
+def stages(engine: AsyncLLM) -> list[WorkerInfo]:
+    return [worker for worker in engine.workers if worker.state == "running"]
+
+
+async def wait_for_spare(engine: AsyncLLM) -> WorkerInfo:
+    while True:
+        for worker in engine.workers:
+            if worker.state == "spare":
+                return worker
+        # Meanwhile the engine's own thread works on something.
+        await engine.generate({"prompt_token_ids": [1]}, SamplingParams(max_tokens=1))
+
+
+async def read_all(engine: AsyncLLM, disturb: Callable[[int], None]) -> list[tuple[int, ...]]:
+    """All answers, streamed at once. disturb: told after each delta how many there have been."""
+    num_deltas = 0
+
+    async def read(prompt: dict[str, list[int]], name: str | None) -> tuple[int, ...]:
+        nonlocal num_deltas
+        ids: list[int] = []
+        async for delta in engine.stream(prompt, LONG, adapter=name):
+            ids.extend(delta.outputs[0].token_ids)
+            num_deltas += 1
+            disturb(num_deltas)
+        return tuple(ids)
+
+    return await asyncio.gather(*(read(*request) for request in zip(*requests(NAMES), strict=True)))
+
+
+def test_workers_on_ray_answer_as_one_process(cluster: None, base: Path, adapters: dict[str, Path], local: LLM) -> None:
+    llm = LLM(base, adapters=adapters, workers=2, **OPTIONS)
+    names = list(adapters)
+    assert tokens(answers(llm, names)) == tokens(answers(local, names))
+    assert_same_logits(llm, local, names)
+    running = [worker for worker in llm.workers if worker.state == "running"]
+    assert [worker.layers for worker in running] == [(0, 2), (2, 4)]
+    assert all(psutil.pid_exists(worker.pid) and worker.pid != os.getpid() for worker in running)
+    assert set(running[1].adapters) == set(names)
+    assert set(running[0].adapters) == set(names) - {"late"}
+    processes = [psutil.Process(worker.pid) for worker in llm.workers]
+    llm.shutdown()
+    assert psutil.wait_procs(processes, timeout=DEADLINE_SECONDS)[1] == []
+
+
+def test_killed_and_frozen_workers_cost_no_token(
+    open_engine: Callable[[], AsyncLLM], local: LLM, expected: list[tuple[int, ...]]
+) -> None:
+    """A worker is killed during a prompt; then, among streams, one is killed and the other stopped without dying."""
+    long_prompt = {"prompt_token_ids": [token % 251 for token in range(480)]}
+
+    async def kill_during_prompt(engine: AsyncLLM) -> None:
+        stream = await engine.add_request(long_prompt, GREEDY, adapter="dora")
+        # Its prompt takes twenty steps.
+        os.kill(stages(engine)[1].pid, signal.SIGKILL)
+        assert tokens([await stream.collect()]) == tokens(local.generate([long_prompt], GREEDY, adapter="dora"))
+
+    async def disturb_streams(engine: AsyncLLM, scene: dict[int, tuple[int, signal.Signals]]) -> None:
+        victims: set[int] = set()
+
+        def disturb(num_deltas: int) -> None:
+            if num_deltas in scene:
+                first_layer, how = scene[num_deltas]
+                victim = next(worker for worker in stages(engine) if worker.layers[0] == first_layer)
+                os.kill(victim.pid, how)
+                victims.add(victim.pid)
+
+        assert await read_all(engine, disturb) == expected
+        assert len(victims) == len(scene)
+        assert not victims & {worker.pid for worker in engine.workers}
+
+    async def scenario() -> None:
+        engine = open_engine()
+        num_free_blocks = engine.num_free_blocks
+        await kill_during_prompt(engine)
+        # The first is replaced by a spare, the second by whatever there is by then.
+        await wait_for_spare(engine)
+        await disturb_streams(engine, {60: (0, signal.SIGKILL), 300: (2, signal.SIGSTOP)})
+        assert engine.num_free_blocks == num_free_blocks
+        assert engine.num_unfinished_requests == 0
+        await engine.shutdown()
+
+    asyncio.run(asyncio.wait_for(scenario(), 4 * DEADLINE_SECONDS))
+
+
+@pytest.fixture
+def served(base: Path, adapters: dict[str, Path]) -> list[str]:
+    return [str(base), "--adapter", f"plain={adapters['plain']}", "--port", "0", "--workers", "1"]
+
+
+def test_graft_serve_starts_ray_on_loopback_and_takes_it_along(served: list[str]) -> None:
+    with graft_process("serve", *served) as graft, httpx.Client(timeout=DEADLINE_SECONDS) as http:
+        graft.read_until("/v1\n")
+        url = re.findall(r"http://127\.0\.0\.1:\d+", graft.output)[0]
+        body = {"model": "plain", "prompt": "x", "max_tokens": 4, "temperature": 0}
+        assert http.post(f"{url}/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
+        assert http.post(f"{url}/v1/completions", json={**body, "model": "other"}).status_code == 404
+        processes = graft.descendants()
+        assert any("raylet" in process.name() for process in processes)
+        addresses = {
+            connection.laddr.ip
+            for process in processes
+            for connection in process.net_connections(kind="inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+        graft.interrupt()
+        assert graft.wait() == 0
+        assert psutil.wait_procs(processes, timeout=DEADLINE_SECONDS)[1] == []

@@ -110,7 +110,7 @@ def test_initialisations_that_cannot_be_reproduced_are_refused(
 
 
 @pytest.mark.parametrize(
-    "peft_type", [None, "XLORA", "POLY", "ADAPTION_PROMPT", "lora", "PREFIX_TUNING", 1, ["LORA"]], ids=str
+    "peft_type", [None, "XLORA", "POLY", "ADAPTION_PROMPT", "lora", "CARTRIDGE", 1, ["LORA"]], ids=str
 )
 def test_every_other_method_is_refused_by_its_name(
     peft_type: object, copy: Callable[..., Path], refuse: Callable[..., str]

@@ -85,6 +85,14 @@ GEMMA4_PROJECTIONS = (
     "per_layer_projection",
     "per_layer_model_projection",
 )
+GEMMA4_MOE = {
+    **GEMMA4,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
+}
+GEMMA4_PARAMETERS = ("experts.gate_up_proj", "experts.down_proj", "router.proj.weight")
 GEMMA4_VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -435,6 +443,12 @@ FAMILY_CASES: dict[str, FamilyCase] = {
             "attention_bias": True,
             "tie_word_embeddings": False,
         },
+    ),
+    "gemma4_moe": FamilyCase(
+        config_class="Gemma4TextConfig",
+        settings=GEMMA4_MOE,
+        targets=(*GEMMA4_PROJECTIONS, "router.proj"),
+        parameters=GEMMA4_PARAMETERS,
     ),
     "gemma4": FamilyCase(
         config_class="Gemma4Config",

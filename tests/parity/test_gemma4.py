@@ -113,7 +113,6 @@ def test_an_adapter_of_the_table_of_layer_inputs_is_refused_by_name(tmp_path: Pa
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "experts": ({"enable_moe_block": True}, "enable_moe_block is not supported"),
     "both_ways": ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is not supported"),
     "nothing_to_borrow": ({"num_kv_shared_layers": 3}, "without one that has keys and values"),
     "another_vocabulary": ({"vocab_size_per_layer_input": 300}, "vocab_size_per_layer_input is not vocab_size"),

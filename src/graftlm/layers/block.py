@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,8 +11,7 @@ from graftlm.kernels import ops
 from graftlm.layers.attention import SelfAttention
 from graftlm.layers.linear import Linear
 from graftlm.layers.mlp import FeedForward
-from graftlm.layers.norm import Norm
-from graftlm.layers.patch import Segment
+from graftlm.layers.norm import Norm, normed
 from graftlm.layers.step import DecoderStep
 
 
@@ -55,12 +53,12 @@ class SequentialBlock:
 
     def __call__(self, hidden: Tensor, step: DecoderStep) -> Tensor:
         segments = step.batch.segments
-        normed = _normed(hidden, self.pre_attention_norm, segments)
-        branch = _normed(self.attention(normed, step), self.post_attention_norm, segments)
-        hidden = branch + (normed if self.residual_after_norm else hidden)
-        normed = _normed(hidden, self.pre_mlp_norm, segments)
-        branch = _normed(self.mlp(normed, segments), self.post_mlp_norm, segments)
-        return branch + (normed if self.residual_after_norm else hidden)
+        x = normed(hidden, self.pre_attention_norm, segments)
+        branch = normed(self.attention(x, step), self.post_attention_norm, segments)
+        hidden = branch + (x if self.residual_after_norm else hidden)
+        x = normed(hidden, self.pre_mlp_norm, segments)
+        branch = normed(self.mlp(x, segments), self.post_mlp_norm, segments)
+        return branch + (x if self.residual_after_norm else hidden)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +72,9 @@ class ParallelBlock:
 
     def __call__(self, hidden: Tensor, step: DecoderStep) -> Tensor:
         segments = step.batch.segments
-        normed = self.pre_attention_norm(hidden, segments)
-        mlp_input = normed if self.pre_mlp_norm is None else self.pre_mlp_norm(hidden, segments)
-        return self.attention(normed, step) + self.mlp(mlp_input, segments) + hidden
+        x = self.pre_attention_norm(hidden, segments)
+        mlp_input = x if self.pre_mlp_norm is None else self.pre_mlp_norm(hidden, segments)
+        return self.attention(x, step) + self.mlp(mlp_input, segments) + hidden
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +122,3 @@ class ScaledBlock:
 
     def __call__(self, hidden: Tensor, step: DecoderStep) -> Tensor:
         return self.block(hidden, step) * self.scalar
-
-
-def _normed(x: Tensor, norm: Norm | None, segments: Sequence[Segment]) -> Tensor:
-    return x if norm is None else norm(x, segments)

@@ -11,6 +11,7 @@ from torch import Tensor
 from graftlm.kernels import ops
 from graftlm.layers.linear import Linear
 from graftlm.layers.mlp import FeedForward
+from graftlm.layers.norm import Norm, normed
 from graftlm.layers.patch import Segment, Slot
 
 
@@ -33,9 +34,45 @@ class GatedSharedExpert:
         return self._gate(x, segments).sigmoid() * self._mlp(x, segments)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RouterScale:
+    """What a router's input is multiplied by: a vector [E], then a number. Two roundings, as in transformers."""
+
+    vector: Tensor
+    factor: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.vector * self.factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """Chooses each token's experts: the most probable by linear(scale(norm(x))).
+
+    expert_scale: [number of experts], what the weight of each is multiplied by once it is chosen.
+    Source: `kernels.ops.route`; norm and scales: transformers' Gemma4TextRouter.
+    """
+
+    linear: Linear
+    experts_per_token: int
+    renormalise: bool
+    norm: Norm | None = None
+    scale: RouterScale | None = None
+    expert_scale: Tensor | None = None
+
+    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+        """x: [T, E] -> weights, float32, and the experts' indices, [T, experts per token] each."""
+        x = normed(x, self.norm, segments)
+        if self.scale is not None:
+            x = self.scale(x)
+        weights, chosen = ops.route(self.linear(x, segments), self.experts_per_token, renormalise=self.renormalise)
+        return (weights if self.expert_scale is None else weights * self.expert_scale[chosen]), chosen
+
+
 class MixtureOfExperts:
     """The weighted sum of each token's experts, plus a shared one.
 
+    norm: of what the experts read, but not the router.
     An expert sees its tokens in one go and in batch order, so that the tokens of an adapter stand together there too.
     Experts that no token goes to are not touched.
     """
@@ -43,27 +80,46 @@ class MixtureOfExperts:
     def __init__(
         self,
         *,
-        router: Linear,
+        router: Router,
+        norm: Norm | None,
         experts: Sequence[Expert],
-        experts_per_token: int,
-        renormalise: bool,
         shared: FeedForward | None,
     ) -> None:
         self._router = router
+        self._norm = norm
         self._experts = tuple(experts)
-        self._experts_per_token = experts_per_token
-        self._renormalise = renormalise
         self._shared = shared
 
     def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
         """x: [T, E] -> [T, E]."""
-        weights, chosen = ops.route(self._router(x, segments), self._experts_per_token, renormalise=self._renormalise)
+        weights, chosen = self._router(x, segments)
+        x = normed(x, self._norm, segments)
         out = torch.zeros_like(x)
         for index, rows, row_weights in _by_expert(chosen, weights):
             expert = self._experts[index]
             result = expert.mlp(x.index_select(0, rows), _segments_among(rows, segments, expert.slots))
             out.index_add_(0, rows, (result * row_weights[:, None]).to(out.dtype))
         return out if self._shared is None else out + self._shared(x, segments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseBesideExperts:
+    """post_dense(dense(pre_dense(x))) + post_experts(experts(x)).
+
+    Source: transformers' Gemma4TextDecoderLayer.
+    """
+
+    dense: FeedForward
+    experts: FeedForward
+    pre_dense_norm: Norm | None
+    post_dense_norm: Norm | None
+    post_experts_norm: Norm | None
+
+    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """x: [T, E] -> [T, E]."""
+        dense = self.dense(normed(x, self.pre_dense_norm, segments), segments)
+        experts = self.experts(x, segments)
+        return normed(dense, self.post_dense_norm, segments) + normed(experts, self.post_experts_norm, segments)
 
 
 def _by_expert(chosen: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

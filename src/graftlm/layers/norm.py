@@ -77,3 +77,8 @@ class LayerNorm:
                 span = slice(segment.start, segment.stop)
                 out[span] = ops.layer_norm(x[span], patch.weight, patch.bias, self._eps)
         return out
+
+
+def normed(x: Tensor, norm: Norm | None, segments: Sequence[Segment]) -> Tensor:
+    """x under a norm, where there is one."""
+    return x if norm is None else norm(x, segments)

@@ -27,7 +27,14 @@ from graftlm.layers.kv_cache import KVShape
 from graftlm.layers.layer_inputs import LayerInputs
 from graftlm.layers.linear import Linear
 from graftlm.layers.mlp import MLP, ClampedMLP, FeedForward, GatedMLP
-from graftlm.layers.moe import Expert, GatedSharedExpert, MixtureOfExperts
+from graftlm.layers.moe import (
+    DenseBesideExperts,
+    Expert,
+    GatedSharedExpert,
+    MixtureOfExperts,
+    Router,
+    RouterScale,
+)
 from graftlm.layers.norm import LayerNorm, Norm, RMSNorm
 from graftlm.layers.patch import Slot
 from graftlm.layers.rotary import RotaryEmbedding
@@ -299,7 +306,7 @@ class _Builder:
             role: self._norm(norm) for role, norm in layout.norms.items() if role != "post_layer_input"
         }
         attention = self._attention(spec.attention, layout, norms)
-        mlp = self._experts(spec.mlp, layout) if isinstance(spec.mlp, MoESpec) else self._mlp(spec.mlp, layout)
+        mlp = self._feed_forward(spec, layout, norms)
         if spec.wiring == "parallel":
             return ParallelBlock(
                 attention=attention,
@@ -371,6 +378,20 @@ class _Builder:
         self._cache_layers.append(len(self._kv_shapes) - 1)
         return self._cache_layers[-1]
 
+    def _feed_forward(self, spec: LayerSpec, layout: LayerLayout, norms: Mapping[NormRole, Norm]) -> FeedForward:
+        if isinstance(spec.mlp, MoESpec):
+            return self._experts(spec.mlp, layout, norms)
+        mlp = self._mlp(spec.mlp, layout)
+        if spec.experts is None:
+            return mlp
+        return DenseBesideExperts(
+            dense=mlp,
+            experts=self._experts(spec.experts, layout, norms),
+            pre_dense_norm=norms.get("pre_dense"),
+            post_dense_norm=norms.get("post_dense"),
+            post_experts_norm=norms.get("post_experts"),
+        )
+
     def _mlp(self, spec: MLPSpec, layout: LayerLayout) -> FeedForward:
         if spec.gated or isinstance(spec.activation, ClampedSwiGLU):
             return self._gated_mlp(spec, layout.linears["gate_up"], layout.linears["down"])
@@ -384,13 +405,14 @@ class _Builder:
             return ClampedMLP(gate_up=gate_up, down=down, alpha=alpha, limit=limit)
         return GatedMLP(gate_up=gate_up, down=down, activation=spec.activation)
 
-    def _experts(self, spec: MoESpec, layout: LayerLayout) -> FeedForward:
+    def _experts(self, spec: MoESpec, layout: LayerLayout, norms: Mapping[NormRole, Norm]) -> FeedForward:
         shared = None
         if spec.shared is not None:
             mlp = self._gated_mlp(spec.shared, layout.linears["shared_gate_up"], layout.linears["shared_down"])
             shared = GatedSharedExpert(gate=self._linear(layout.linears["shared_expert_gate"]), mlp=mlp)
         return MixtureOfExperts(
-            router=self._router(layout.linears["router"]),
+            router=self._router(spec, layout, norms),
+            norm=norms.get("pre_experts"),
             experts=[
                 Expert(
                     mlp=self._gated_mlp(spec.expert, expert["gate_up"], expert["down"]),
@@ -398,9 +420,24 @@ class _Builder:
                 )
                 for expert in layout.experts
             ],
+            shared=shared,
+        )
+
+    def _router(self, spec: MoESpec, layout: LayerLayout, norms: Mapping[NormRole, Norm]) -> Router:
+        scale = expert_scale = None
+        if spec.router_factor is not None:
+            vector = self._read(layout.parameters["router_scale"].name)
+            scale = RouterScale(vector=vector, factor=spec.router_factor)
+        if spec.expert_scaled:
+            expert_scale = self._read(layout.parameters["expert_scale"].name)
+        linear = layout.linears["router"]
+        return Router(
+            linear=self._add(linear, self._matrices.router(linear)),
             experts_per_token=spec.experts_per_token,
             renormalise=spec.renormalise,
-            shared=shared,
+            norm=norms.get("router"),
+            scale=scale,
+            expert_scale=expert_scale,
         )
 
     def _rotary_embedding(self, spec: RopeSpec) -> RotaryEmbedding:
@@ -410,9 +447,6 @@ class _Builder:
 
     def _linear(self, layout: LinearLayout) -> Linear:
         return self._add(layout, self._matrices.linear(layout))
-
-    def _router(self, layout: LinearLayout) -> Linear:
-        return self._add(layout, self._matrices.router(layout))
 
     def _add(self, layout: LinearLayout, weight: Weight) -> Linear:
         linear = Linear(layout.slot, weight, self._bias(layout))

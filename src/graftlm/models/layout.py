@@ -221,10 +221,17 @@ def _layer(index: int, layer: LayerSpec, spec: ModelSpec, names: NameMap) -> Lay
         parameters["sinks"] = ParameterLayout(name=name, shape=(layer.attention.num_heads,))
     if layer.scaled:
         parameters["layer_scalar"] = ParameterLayout(name=names.parameters["layer_scalar"].format(index), shape=(1,))
-    if not isinstance(layer.mlp, MoESpec) or names.experts is None:
+    mixture = layer.mixture
+    if mixture is None or names.experts is None:
         return LayerLayout(linears=linears, norms=norms, parameters=parameters)
+    if mixture.router_factor is not None:
+        name = names.parameters["router_scale"].format(index)
+        parameters["router_scale"] = ParameterLayout(name=name, shape=(spec.hidden_size,))
+    if mixture.expert_scaled:
+        name = names.parameters["expert_scale"].format(index)
+        parameters["expert_scale"] = ParameterLayout(name=name, shape=(mixture.num_experts,))
     experts = tuple(
-        _expert(index, layer.mlp, expert, spec.hidden_size, names.experts) for expert in range(layer.mlp.num_experts)
+        _expert(index, mixture, expert, spec.hidden_size, names.experts) for expert in range(mixture.num_experts)
     )
     stacks = [
         ExpertStackLayout(
@@ -296,7 +303,7 @@ def _linear_sizes(layer: LayerSpec, spec: ModelSpec) -> dict[LinearRole, _Linear
 
 def _branch_sizes(layer: LayerSpec, hidden_size: int) -> dict[LinearRole, _LinearSize]:
     """Of attention and feed-forward."""
-    attention, mlp = layer.attention, layer.mlp
+    attention = layer.attention
     query_size = attention.num_heads * attention.head_dim
     key_size = attention.num_kv_heads * attention.head_dim
     qkv_rows: tuple[int, ...] = (query_size, key_size, key_size)
@@ -310,16 +317,30 @@ def _branch_sizes(layer: LayerSpec, hidden_size: int) -> dict[LinearRole, _Linea
         "qkv": _LinearSize(in_features=hidden_size, rows=qkv_rows, bias=attention.qkv_bias),
         "output": _LinearSize(in_features=query_size, rows=(hidden_size,), bias=attention.output_bias),
     }
-    if isinstance(mlp, MLPSpec):
-        if mlp.gated:
-            sizes["gate_up"], sizes["down"] = _gated_sizes(mlp, hidden_size)
-            return sizes
-        sizes["up"] = _LinearSize(in_features=hidden_size, rows=(mlp.intermediate_size,), bias=mlp.bias)
-        sizes["down"] = _LinearSize(in_features=mlp.intermediate_size, rows=(hidden_size,), bias=mlp.bias)
-        return sizes
-    sizes["router"] = _LinearSize(in_features=hidden_size, rows=(mlp.num_experts,), bias=mlp.router_bias)
-    if mlp.shared is not None:
-        sizes["shared_gate_up"], sizes["shared_down"] = _gated_sizes(mlp.shared, hidden_size)
+    if isinstance(layer.mlp, MLPSpec):
+        sizes |= _dense_sizes(layer.mlp, hidden_size)
+    if layer.mixture is not None:
+        sizes |= _mixture_sizes(layer.mixture, hidden_size)
+    return sizes
+
+
+def _dense_sizes(mlp: MLPSpec, hidden_size: int) -> dict[LinearRole, _LinearSize]:
+    if mlp.gated:
+        gate_up, down = _gated_sizes(mlp, hidden_size)
+        return {"gate_up": gate_up, "down": down}
+    return {
+        "up": _LinearSize(in_features=hidden_size, rows=(mlp.intermediate_size,), bias=mlp.bias),
+        "down": _LinearSize(in_features=mlp.intermediate_size, rows=(hidden_size,), bias=mlp.bias),
+    }
+
+
+def _mixture_sizes(moe: MoESpec, hidden_size: int) -> dict[LinearRole, _LinearSize]:
+    """Of all but the experts themselves."""
+    sizes: dict[LinearRole, _LinearSize] = {
+        "router": _LinearSize(in_features=hidden_size, rows=(moe.num_experts,), bias=moe.router_bias)
+    }
+    if moe.shared is not None:
+        sizes["shared_gate_up"], sizes["shared_down"] = _gated_sizes(moe.shared, hidden_size)
         sizes["shared_expert_gate"] = _LinearSize(in_features=hidden_size, rows=(1,), bias=False)
     return sizes
 

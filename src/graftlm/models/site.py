@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from graftlm.layers.patch import Slot
-from graftlm.models.layout import ExpertStackLayout, LinearLayout, lay_out
+from graftlm.models.layout import ExpertStackLayout, LinearLayout, ModelLayout, lay_out
 from graftlm.models.spec import ModelSpec, NameMap
 
 
@@ -59,7 +59,7 @@ class SiteMap:
 
     matrices: path -> site of everything with a matrix, in model order, the output head last.
     linears: those of them that are linear modules to PEFT.
-    routers: those that choose experts; PEFT adapts their weight as a parameter.
+    routers: those that choose experts and whose weight PEFT adapts as a parameter.
     expert_modules: those that held one expert's weights before transformers 5 stacked them.
     expert_stacks: path of the parameter -> what it holds now; of one module, in the order of registration.
     norms: path -> site. other_paths: modules with weights that no adapter can change as a whole (position tables, the
@@ -120,7 +120,7 @@ def map_sites(spec: ModelSpec, names: NameMap) -> SiteMap:
     layout = lay_out(spec, names)
     all_linears = [*layout.linears(), layout.head]
     linears = _linear_sites(all_linears)
-    routers = _linear_sites(layer.linears["router"] for layer in layout.layers if "router" in layer.linears)
+    routers = _parameter_routers(layout, names)
     experts = _linear_sites(linear for layer in layout.layers for expert in layer.experts for linear in expert.values())
     stacks = [stack for layer in layout.layers for stack in layer.expert_stacks]
     stacked = {site.slot: site for stack in stacks for site in _stacked_sites(stack)}
@@ -173,6 +173,12 @@ def map_sites(spec: ModelSpec, names: NameMap) -> SiteMap:
             if layer.attention.kv_layer is None
         ),
     )
+
+
+def _parameter_routers(layout: ModelLayout, names: NameMap) -> dict[str, LinearSite]:
+    if names.experts is None or names.experts.linear_router:
+        return {}
+    return _linear_sites(layer.linears["router"] for layer in layout.layers if "router" in layer.linears)
 
 
 def _linear_sites(layers: Iterable[LinearLayout]) -> dict[str, LinearSite]:

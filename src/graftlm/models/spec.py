@@ -28,9 +28,21 @@ LinearRole = Literal[
 # Those of one expert.
 ExpertRole = Literal["gate_up", "down"]
 # Tensors of a decoder layer that are no module's weight or bias.
-ParameterRole = Literal["sinks", "layer_scalar"]
+ParameterRole = Literal["sinks", "layer_scalar", "router_scale", "expert_scale"]
 NormRole = Literal[
-    "pre_attention", "post_attention", "pre_mlp", "post_mlp", "query", "key", "value", "post_layer_input"
+    "pre_attention",
+    "post_attention",
+    "pre_mlp",
+    "post_mlp",
+    "query",
+    "key",
+    "value",
+    "post_layer_input",
+    "router",
+    "pre_dense",
+    "post_dense",
+    "pre_experts",
+    "post_experts",
 ]
 
 
@@ -129,6 +141,8 @@ class MoESpec:
     """A mixture of experts: each token goes to the `experts_per_token` that its router finds most probable.
 
     expert: each of them. renormalise: the chosen probabilities are made to sum to one.
+    router_factor: what the router reads is multiplied by a vector of its own, then by this number; None for neither.
+    expert_scaled: each expert's probability, once chosen, is multiplied by a number of its own.
     shared: one more expert for every token, weighted by the sigmoid of its own gate.
 
     Raises:
@@ -140,12 +154,14 @@ class MoESpec:
     renormalise: bool
     expert: MLPSpec
     router_bias: bool = False
+    router_factor: float | None = None
+    expert_scaled: bool = False
     shared: MLPSpec | None = None
 
     def __post_init__(self) -> None:
         if self.experts_per_token > self.num_experts:
             raise CheckpointError(
-                "config.json: num_experts_per_tok is larger than the number of experts",
+                "config.json: num_experts_per_tok or top_k_experts is larger than the number of experts",
                 got=f"{self.experts_per_token} of {self.num_experts}",
             )
 
@@ -154,7 +170,10 @@ class MoESpec:
 class LayerSpec:
     """One decoder layer.
 
+    mlp: the feed-forward layer. experts: a mixture beside a dense one; both read the same, and their outputs are added.
     norms: those it has. "query" and "key" are over heads or whole projections, by their size; "value" over heads.
+        "router" is of what a router reads, "pre_experts" of what its experts do. Where experts are beside a dense layer
+        "pre_dense", "post_dense" and "post_experts" belong to one of the two, "pre_mlp" and "post_mlp" to both.
     wiring: "sequential": attention, then feed-forward, each with a norm before or after the branch or both;
         "sequential_normed_residual": the same, but the branch is added to its normed input; "parallel": both read the
         layer's input, under one norm or two; "post_norm": the sum of branch and residual is normed.
@@ -164,8 +183,14 @@ class LayerSpec:
     attention: AttentionSpec
     mlp: MLPSpec | MoESpec
     norms: Mapping[NormRole, NormSpec]
+    experts: MoESpec | None = None
     wiring: Literal["sequential", "sequential_normed_residual", "parallel", "post_norm"] = "sequential"
     scaled: bool = False
+
+    @property
+    def mixture(self) -> MoESpec | None:
+        """The experts, alone or beside a dense layer."""
+        return self.mlp if isinstance(self.mlp, MoESpec) else self.experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,11 +266,13 @@ class ExpertNames:
         index; several are stacked in this order. Empty when files hold the parameters as they are. Adapters from before
         transformers 5 name these modules.
     transposed: the parameters are [experts, in, out], not [experts, out, in].
+    linear_router: the module that chooses them is a linear one to PEFT too, which usually sees a parameter in it.
     """
 
     parameters: Mapping[ExpertRole, str]
     modules: Mapping[ExpertRole, tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False
+    linear_router: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +292,7 @@ class NameMap:
     linears: role -> paths with {} for the layer index; several are stacked in this order, one may hold all of them. A
         layer with fewer projections (no values of its own, say) has the first of several.
     norms: the same for norms. parameters: the same for tensors that belong to no such module.
-    experts: for families with a mixture of experts; the router is a linear module, though not to PEFT.
+    experts: for families with a mixture of experts; the router is a linear module, though seldom to PEFT.
     conv1d: roles whose matrices are stored [in, out] (transformers' Conv1D).
     renames: (pattern, replacement), tried in order on each tensor's name on disk.
     ignored_tensors: regular expressions of tensors that old checkpoints carry and nobody needs.

@@ -1,4 +1,5 @@
-"""Gemma 4: layers of two kinds and sizes, inputs for each layer, keys and values that layers lend each other.
+"""Gemma 4: layers of two kinds and sizes, inputs for each layer, keys and values that layers lend each other, experts
+beside the feed-forward layer.
 
 By itself, or beside towers for images and sounds, which are left unread.
 """
@@ -16,15 +17,25 @@ from graftlm.models.rope_config import proportional_rope, rope_of
 from graftlm.models.rope_spec import RopeSpec
 from graftlm.models.spec import (
     AttentionSpec,
+    ExpertNames,
     LayerInputNames,
     LayerInputSpec,
     LayerSpec,
     MLPSpec,
     ModelSpec,
+    MoESpec,
     NameMap,
+    NormRole,
     NormSpec,
 )
 from graftlm.models.windows import FULL, SLIDING, read_windows
+
+EXPERT_NORMS: dict[NormRole, str] = {
+    "pre_dense": gemma_like.FOUR_NORMS["pre_mlp"],
+    "post_dense": "model.layers.{}.post_feedforward_layernorm_1",
+    "pre_experts": "model.layers.{}.pre_feedforward_layernorm_2",
+    "post_experts": "model.layers.{}.post_feedforward_layernorm_2",
+}
 
 
 def spec(config: ConfigReader) -> ModelSpec:
@@ -33,8 +44,6 @@ def spec(config: ConfigReader) -> ModelSpec:
     Raises:
         CheckpointError: a value Graft does not compute with, by name.
     """
-    config.require("enable_moe_block", (None, False))
-    config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
     norm = NormSpec(eps=config.number("rms_norm_eps", 1e-6), float32_product=True)
     mlp = gemma_like.read_mlp(config)
     wide = replace(mlp, intermediate_size=mlp.intermediate_size * 2) if config.flag("use_double_wide_mlp") else mlp
@@ -51,7 +60,7 @@ def spec(config: ConfigReader) -> ModelSpec:
         max_position_embeddings=131_072,
         softcap=config.number_or_null("final_logit_softcapping", None),
     )
-    return _with_layer_inputs(config, model, norm)
+    return _with_layer_inputs(config, _with_experts(config, model, norm), norm)
 
 
 def multimodal_spec(config: ConfigReader) -> ModelSpec:
@@ -141,6 +150,27 @@ def _layer(attention: AttentionSpec, mlp: MLPSpec, norm: NormSpec) -> LayerSpec:
     return LayerSpec(attention=attention, mlp=mlp, norms=norms, scaled=True)
 
 
+def _with_experts(config: ConfigReader, model: ModelSpec, norm: NormSpec) -> ModelSpec:
+    """The norm before the dense layer is its own then: the router reads the hidden state itself."""
+    config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
+    if not config.flag("enable_moe_block"):
+        return model
+    moe = MoESpec(
+        num_experts=config.integer("num_experts"),
+        experts_per_token=config.integer("top_k_experts"),
+        renormalise=True,
+        router_factor=model.hidden_size**-0.5,
+        expert_scaled=True,
+        expert=replace(gemma_like.read_mlp(config), intermediate_size=config.integer("moe_intermediate_size")),
+    )
+    own = {**dict.fromkeys(EXPERT_NORMS, norm), "router": replace(norm, weight=False)}
+    layers = []
+    for layer in model.layers:
+        kept: dict[NormRole, NormSpec] = {role: of for role, of in layer.norms.items() if role != "pre_mlp"}
+        layers.append(replace(layer, experts=moe, norms={**kept, **own}))
+    return replace(model, layers=tuple(layers))
+
+
 def _with_layer_inputs(config: ConfigReader, model: ModelSpec, norm: NormSpec) -> ModelSpec:
     size = _count(config, "hidden_size_per_layer_input", 256)
     vocab_size = config.integer("vocab_size_per_layer_input", 262_144)
@@ -169,14 +199,28 @@ TEXT_NAMES = replace(
         **gemma_like.FOUR_NORM_NAMES.linears,
         "layer_input_gate": ("model.layers.{}.per_layer_input_gate",),
         "layer_input_up": ("model.layers.{}.per_layer_projection",),
+        "router": ("model.layers.{}.router.proj",),
     },
     norms={
         **gemma_like.FOUR_NORM_NAMES.norms,
         **llama_like.QUERY_KEY_NORMS,
         "value": "model.layers.{}.self_attn.v_norm",
         "post_layer_input": "model.layers.{}.post_per_layer_input_norm",
+        "router": "model.layers.{}.router.norm",
+        **EXPERT_NORMS,
     },
-    parameters={"layer_scalar": "model.layers.{}.layer_scalar"},
+    parameters={
+        "layer_scalar": "model.layers.{}.layer_scalar",
+        "router_scale": "model.layers.{}.router.scale",
+        "expert_scale": "model.layers.{}.router.per_expert_scale",
+    },
+    experts=ExpertNames(
+        parameters={
+            "gate_up": "model.layers.{}.experts.gate_up_proj",
+            "down": "model.layers.{}.experts.down_proj",
+        },
+        linear_router=True,
+    ),
     layer_inputs=LayerInputNames(
         table="model.embed_tokens_per_layer",
         projection="model.per_layer_model_projection",

@@ -48,8 +48,7 @@ def inside(names: NameMap, path: str) -> NameMap:
     def moved(module: str) -> str:
         return module.replace("model.", f"{path}.", 1)
 
-    inputs = names.layer_inputs
-
+    inputs, experts = names.layer_inputs, names.experts
     return replace(
         names,
         embedding=moved(names.embedding),
@@ -60,6 +59,9 @@ def inside(names: NameMap, path: str) -> NameMap:
         if inputs is None
         else replace(inputs, table=moved(inputs.table), projection=moved(inputs.projection), norm=moved(inputs.norm)),
         parameters={role: moved(parameter) for role, parameter in names.parameters.items()},
+        experts=None
+        if experts is None
+        else replace(experts, parameters={role: moved(name) for role, name in experts.parameters.items()}),
     )
 
 

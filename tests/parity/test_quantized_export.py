@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Gemma4TextConfig
 from typer.testing import CliRunner
 
 from graftlm import LLM
@@ -46,6 +47,19 @@ def test_four_bits_are_loaded_by_transformers_and_bitsandbytes(family: str, to: 
             module.p = 0.0
     assert_close(ours, model(torch.tensor([PROMPT])).logits[0].detach())
     assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("abc")
+
+
+def test_what_makes_layer_inputs_is_quantised_but_no_router_or_expert(tmp_path: Path) -> None:
+    # Every row is whole blocks.
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "global_head_dim": 32}
+    settings = {**FAMILY_CASES["gemma4_moe"].settings, **sizes, "hidden_size_per_layer_input": 64}
+    base = make_model(tmp_path / "base", Gemma4TextConfig(**settings))
+    assert quantize(base, tmp_path / "out", "nf4")[0] == 0
+    ours, model = logits(tmp_path / "out"), open_with_bitsandbytes(tmp_path / "out")
+    assert_close(ours, model(torch.tensor([PROMPT])).logits[0].detach())
+    assert (ours - logits(base)).abs().max() > LOUD
+    assert isinstance(model.model.per_layer_model_projection, bnb.nn.Linear4bit)
+    assert type(model.model.layers[0].router.proj) is torch.nn.Linear
 
 
 def test_int8_is_loaded_by_transformers_and_bitsandbytes(tmp_path: Path) -> None:

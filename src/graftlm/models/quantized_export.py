@@ -63,7 +63,7 @@ def export_quantized(source: Checkpoint, folder: Path, quantization: str) -> Non
 
 def _modules(layout: ModelLayout) -> Iterator[tuple[ModuleLayout, int, bool]]:
     """Linear modules that are no experts', their inputs, and whether they are quantised."""
-    for linear in (layout.project_in, layout.project_out):
+    for linear in (layout.project_in, layout.layer_input_projection, layout.project_out):
         if linear is not None:
             yield from ((module, linear.in_features, True) for module in linear.modules)
     for layer in layout.layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from graftlm.errors import ConfigurationError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["nf4", "nf4-double", "fp4", "fp4-double", "int8", "none"]
+Scheduling = Literal["fcfs", "fair"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +22,9 @@ class EngineConfig:
     Args:
         model: model folder, `.gguf` file or hub id.
         name: the base model's name in requests; default: the last part of `model`, without .gguf.
-        adapters: name -> adapter folder, weights file or hub id, loaded before the engine answers.
+        adapters: name -> adapter folder, weights file or hub id, checked before the engine answers.
+        adapter_dir: a folder of adapter folders, each of which answers to its own name and is read when it is first
+            asked for.
         dtype: of weights, activations and KV cache; "auto" takes the checkpoint's own (float32 for GGUF).
         quantization: what the linear layers are quantised to while they are read, as bitsandbytes does it; "none" turns
             a quantised checkpoint's weights into full precision; default: every weight as the checkpoint stores it.
@@ -32,13 +36,16 @@ class EngineConfig:
         device: "auto" is CUDA when there is one, else the CPU.
         max_model_len: context length in tokens; default: the model's own.
         kv_cache_bytes: memory for keys and values; default: half of what is free, 4 GiB at most.
-        adapter_memory_bytes: memory for all loaded adapters together.
+        adapter_memory_bytes: memory for adapters' weights; what does not fit is read again when it is asked for.
         block_size: tokens per KV block.
         max_num_seqs: sequences that may run in one step.
         max_queued_requests: answers that may be asked for beyond the `max_num_seqs` that can run; `AsyncLLM` and the
             server refuse more.
         max_num_batched_tokens: tokens in one step, prompt chunks and decodes together.
         prefill_chunk_tokens: most prompt tokens of one request in one step; default: whatever the step has left.
+        scheduling: whose turn it is. "fcfs" is first come, first served; "fair" gives adapters with waiting requests
+            equal numbers of tokens.
+        fair_shares: adapter -> how many times the share of the others it gets with "fair".
         prefix_cache: reuse the keys and values of earlier requests that began with the same tokens and adapter.
         workers: processes on Ray that share the layers out among them; default: this process computes all of them.
         worker_layers: how many layers each worker gets; default: shares that weigh the same, both ends counted.
@@ -53,6 +60,7 @@ class EngineConfig:
     model: str | Path
     name: str | None = None
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
+    adapter_dir: Path | None = None
     dtype: DType = "auto"
     quantization: Quantization | None = None
     quantize_head: bool = False
@@ -68,6 +76,8 @@ class EngineConfig:
     max_queued_requests: int = 1024
     max_num_batched_tokens: int = 512
     prefill_chunk_tokens: int | None = None
+    scheduling: Scheduling = "fcfs"
+    fair_shares: Mapping[str, float] = field(default_factory=dict)
     prefix_cache: bool = True
     workers: int | None = None
     worker_layers: Sequence[int] = ()
@@ -103,6 +113,18 @@ class EngineConfig:
                 raise ConfigurationError(
                     f"{name} says how to quantise, and nothing is to be quantised", do="set quantization as well"
                 )
+        if self.scheduling not in ("fcfs", "fair"):
+            raise ConfigurationError("scheduling is not a policy", got=repr(self.scheduling), allowed="fcfs, fair")
+        for name, share in self.fair_shares.items():
+            is_number = isinstance(share, int | float) and not isinstance(share, bool)
+            if not is_number or not 0 < share < math.inf:
+                raise ConfigurationError(
+                    f"the fair share of {name} is not one", got=repr(share), allowed="positive numbers"
+                )
+        if self.fair_shares and self.scheduling != "fair":
+            raise ConfigurationError(
+                "fair_shares have no meaning with this scheduling", got=self.scheduling, do="set scheduling to fair"
+            )
         positive = (
             "adapter_memory_bytes",
             "block_size",

@@ -94,7 +94,7 @@ class AdapterChanged(AdapterError):
 
 
 class AdapterMemoryExceeded(AdapterError):
-    """The adapter does not fit in `adapter_memory_bytes`."""
+    """The adapter alone is larger than `adapter_memory_bytes`."""
 
 
 class TrainingDataError(GraftError, ValueError):

@@ -35,7 +35,9 @@ class Pipeline:
 def open_pipeline(base: Path, adapters: Mapping[str, Path], faults: Sequence[Fault] = (), **options: Any) -> Pipeline:
     pool = InProcessPool(faults)
     config = EngineConfig(model=base, adapters=adapters, **{**OPTIONS, "workers": 2, **options})
-    engine = Engine(config, load=lambda config, checkpoint: serve_on_workers(config, checkpoint, pool))
+    engine = Engine(
+        config, load=lambda config, checkpoint, residency: serve_on_workers(config, checkpoint, residency, pool)
+    )
     return Pipeline(llm=LLM.over(engine), engine=engine, pool=pool)
 
 
@@ -71,4 +73,5 @@ def assert_same_logits(ours: LLM, expected: LLM, names: Sequence[str]) -> None:
 def assert_nothing_is_held(pipeline: Pipeline, num_free_blocks: int) -> None:
     assert pipeline.llm.num_free_blocks == num_free_blocks
     registry = pipeline.engine.registry
-    assert {registry.num_holds(adapter) for adapter in pipeline.llm.adapters.values()} <= {0}
+    # One for the name, and none for a request.
+    assert {registry.num_users(adapter.digest) for adapter in pipeline.llm.adapters.values()} <= {1}

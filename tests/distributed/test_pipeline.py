@@ -207,7 +207,7 @@ def test_files_that_changed_meanwhile_are_refused_and_others_go_on(
     num_free_blocks = pipeline.llm.num_free_blocks
     weights = tmp_path / "copy" / "adapter_model.safetensors"
     save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, weights)
-    with pytest.raises(AdapterChanged, match="adapter copy have changed since it was loaded"):
+    with pytest.raises(AdapterChanged, match="adapter copy: its files have changed since it was loaded"):
         answers(pipeline.llm, ["copy"])
     with pytest.raises(AdapterChanged):
         pipeline.llm.logits([1, 2, 3], adapter="copy")

@@ -1,12 +1,16 @@
-"""Random traffic over the scheduler and a small block pool; the model is a pure function of the tokens so far."""
+"""Random traffic over the scheduler, a small block pool and too little memory for all adapters; the model is a pure
+function of the tokens so far, and adapters arrive when it pleases the test."""
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -14,13 +18,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from graftlm import SamplingParams
 from graftlm.engine.block_pool import BlockPool
 from graftlm.engine.cache_blocks import DROPPED, CacheBlocks, CacheGroup, blocks_for_window
+from graftlm.engine.policy import FairShare, FirstComeFirstServed, SchedulingPolicy
 from graftlm.engine.request import Request
+from graftlm.engine.residency import Residency
 from graftlm.engine.scheduler import PROMPT_LOGITS_CHUNK, ScheduledSequence, Scheduler, SchedulerOutput
 from graftlm.models.length_regimes import LengthRegimes, Regime
 
 VOCAB = 31
-TOKENS = st.integers(0, VOCAB - 1)
 END_TOKEN = 0
+# Digest -> bytes of its weights.
+ADAPTERS = {"a": 3, "b": 1, "c": 4, "d": 2}
 
 
 def next_token(request: Request, outputs: list[int]) -> int:
@@ -73,6 +80,8 @@ class Traffic(RuleBasedStateMachine):
         chunk_tokens=st.just(24) | st.integers(1, 9),
         prefix_cache=st.sampled_from([True, True, False]),
         length_regimes=st.sampled_from([ONE_REGIME, ONE_REGIME, GROWING, LONG_PROMPTS]),
+        adapter_bytes=st.sampled_from([4, 4, 5, 7]),
+        policy=st.sampled_from(["fcfs", "fair"]),
     )
     def build(self, **shape: Any) -> None:
         num_blocks = shape.pop("num_blocks")
@@ -84,7 +93,10 @@ class Traffic(RuleBasedStateMachine):
         most = [window if window is None else blocks_for_window(window, **placement) for window in self.windows]
         self.pools = [BlockPool(num_blocks if blocks is None else min(num_blocks, blocks)) for blocks in most]
         groups = [CacheGroup(window=window, pool=pool) for window, pool in zip(self.windows, self.pools, strict=True)]
-        self.scheduler = Scheduler(CacheBlocks(groups, **placement), **shape)
+        self.residency: Residency[str] = Residency(shape.pop("adapter_bytes"))
+        policy: SchedulingPolicy = FairShare({"a": 3.0}) if shape.pop("policy") == "fair" else FirstComeFirstServed()
+        self.scheduler = Scheduler(CacheBlocks(groups, **placement), residency=self.residency, policy=policy, **shape)
+        self.loading: list[str] = []
         limits = [
             pool.num_blocks
             for pool, blocks in zip(self.pools, most, strict=True)
@@ -99,27 +111,34 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(
         # Short prompts with long answers outgrow the pool together; long ones come in chunks; some begin alike.
-        prompt=st.lists(TOKENS, min_size=1, max_size=4)
-        | st.lists(TOKENS, min_size=5, max_size=30)
-        | st.lists(st.integers(1, 2), min_size=1, max_size=2).map(lambda end: [*range(1, 20), *end])
-        | st.lists(st.integers(1, 2), min_size=1, max_size=2).map(lambda end: [*range(1, 12), *end]),
+        prompt_len=st.integers(1, 4) | st.integers(5, 30) | st.sampled_from([13, 20]),
+        begins_alike=st.sampled_from([True, True, False]),
+        seed=st.integers(0, 99),
         max_tokens=st.integers(0, 2) | st.integers(10, 30),
         min_tokens=st.integers(0, 3),
-        adapter=st.sampled_from([None, "a", "b"]),
+        adapter=st.sampled_from([*[None] * 4, *ADAPTERS]),
+        priority=st.sampled_from([0, 0, 0, 1]),
         stop=st.sampled_from([(), (3,), (3, 4)]),
         ignore_eos=st.booleans(),
-        prompt_logprobs=st.sampled_from([None, None, 0]),
+        prompt_logprobs=st.sampled_from([None, None, None, 0]),
     )
     def add(
         self,
-        prompt: list[int],
+        prompt_len: int,
+        begins_alike: bool,
+        seed: int,
         max_tokens: int,
         min_tokens: int,
         adapter: str | None,
+        priority: int,
         stop: tuple[int, ...],
         ignore_eos: bool,
         prompt_logprobs: int | None,
     ) -> None:
+        tokens = random.Random(seed)
+        prompt = [tokens.randrange(VOCAB) for _ in range(prompt_len)]
+        if begins_alike:
+            prompt[:-1] = [*range(1, VOCAB)][: prompt_len - 1]
         prompt = prompt[: self.capacity]
         max_tokens = min(max_tokens, self.capacity - len(prompt))
         params = SamplingParams(
@@ -127,6 +146,7 @@ class Traffic(RuleBasedStateMachine):
             min_tokens=min(min_tokens, max_tokens),
             stop_token_ids=stop,
             prompt_logprobs=prompt_logprobs,
+            priority=priority,
         )
         request = Request(
             request_id=f"r{len(self.requests)}",
@@ -137,6 +157,8 @@ class Traffic(RuleBasedStateMachine):
             stop_token_ids=frozenset(stop) | (frozenset() if ignore_eos else {END_TOKEN}),
             seed=0,
             adapter_digest=adapter,
+            adapter_bytes=ADAPTERS.get(adapter or "", 0),
+            tenant=adapter or "",
         )
         self.requests[request.request_id] = request
         self.computed[request.request_id] = 0
@@ -151,17 +173,59 @@ class Traffic(RuleBasedStateMachine):
         request = self.requests[request_id]
         was_running = request.finish_reason is None
         self.scheduler.finish(request_id, "abort")
+        self.scheduler.finish("nobody", "abort")
         if was_running:
             self.aborted.add(request_id)
             assert request.finish_reason == "abort"
             self.totals["aborts"] += 1
         self._check_blocks()
 
-    @rule()
-    def abort_unknown(self) -> None:
-        self.scheduler.finish("nobody", "abort")
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data())
+    def finish_load(self, data: st.DataObject) -> None:
+        digest = data.draw(st.sampled_from(self.loading))
+        self.loading.remove(digest)
+        self.residency.complete(digest, f"weights of {digest}")
+        self.totals["loads"] += 1
 
-    @rule(count=st.integers(1, 4))
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data())
+    def fail_load(self, data: st.DataObject) -> None:
+        digest = data.draw(st.sampled_from(self.loading))
+        self.loading.remove(digest)
+        self.residency.cancel(digest)
+        unfinished = {request_id for request_id in self.requests if self._is_unfinished(request_id)}
+        waiting = {request.request_id for request in self.scheduler.waiting_for(digest)}
+        assert waiting == {name for name in unfinished if self.requests[name].adapter_digest == digest}
+        for request_id in waiting:
+            self.scheduler.finish(request_id, "abort")
+            self.aborted.add(request_id)
+        self.totals["failed loads"] += 1
+
+    @rule(digest=st.sampled_from(sorted(ADAPTERS)))
+    def offer(self, digest: str) -> None:
+        """Somebody read it anyway."""
+        resident = {other for other in ADAPTERS if self.residency.state(other) == "resident"}
+        was_loading = self.residency.state(digest) == "loading"
+        taken = self.residency.offer(digest, ADAPTERS[digest], f"weights of {digest}")
+        assert not (taken and was_loading)
+        assert resident | ({digest} if taken else set()) == {
+            other for other in ADAPTERS if self.residency.state(other) == "resident"
+        }
+
+    @rule(digest=st.sampled_from(sorted(ADAPTERS)))
+    def discard(self, digest: str) -> None:
+        """Its name is gone; if nobody needs it, so is the adapter."""
+        if (
+            not any(
+                request.adapter_digest == digest and request.finish_reason is None for request in self.requests.values()
+            )
+            and self.residency.state(digest) != "loading"
+        ):
+            self.residency.discard(digest)
+            assert self.residency.state(digest) == "absent"
+
+    @rule(count=st.integers(1, 6) | st.integers(6, 20))
     def step(self, count: int) -> None:
         for _ in range(count):
             self._step()
@@ -171,8 +235,10 @@ class Traffic(RuleBasedStateMachine):
     @rule(share_written=st.sampled_from([0.0, 0.5, 1.0]))
     def step_that_fails(self, share_written: float) -> None:
         """Something breaks in the middle: some of the step's slots hold rubbish, and its requests are given up."""
+        resident = {digest for digest in ADAPTERS if self.residency.state(digest) == "resident"}
         output = self.scheduler.schedule()
         self.totals["steps"] += 1
+        self._check_loads(output, resident)
         for sequence in output.sequences:
             for group in range(len(self.windows)):
                 for position in range(sequence.start, sequence.start + int(share_written * len(sequence.token_ids))):
@@ -188,6 +254,7 @@ class Traffic(RuleBasedStateMachine):
             return
         while self.scheduler.has_work:
             self._step()
+        assert self.residency.num_pinned == 0
         assert all(pool.num_free == pool.num_blocks for pool in self.pools)
         for request_id, request in self.requests.items():
             if request_id in self.aborted:
@@ -201,10 +268,17 @@ class Traffic(RuleBasedStateMachine):
         had_work = self.scheduler.has_work
         running = {request_id for request_id in self.requests if self._is_unfinished(request_id)}
         assert had_work == bool(running)
+        resident = {digest for digest in ADAPTERS if self.residency.state(digest) == "resident"}
         output = self.scheduler.schedule()
         self.totals["steps"] += 1
+        self._check_loads(output, resident)
         # Work is never left lying: whatever the pool's size, somebody moves, and nobody waits for ever.
-        assert bool(output.sequences) == had_work
+        assert had_work or not output.sequences
+        if had_work and not output.sequences:
+            assert self.loading
+            self.totals["steps without an adapter"] += 1
+            digest = self.loading.pop(0)
+            self.residency.complete(digest, f"weights of {digest}")
         self.steps_since_arrival += had_work
         tokens = sum(request.num_tokens + request.max_tokens for request in self.requests.values())
         assert self.steps_since_arrival <= (tokens + 1) * (len(self.requests) + 1)
@@ -232,6 +306,24 @@ class Traffic(RuleBasedStateMachine):
         adapters = [digest for digest, _ in itertools.groupby(sequence.adapter_digest for sequence in sequences)]
         assert len(adapters) == len(set(adapters))
         assert None not in adapters[1:]
+
+    def _check_loads(self, output: SchedulerOutput, resident: set[str]) -> None:
+        for load in output.loads:
+            assert self.residency.state(load.digest) == "loading"
+            assert load.digest not in self.loading
+            assert self.requests[load.request_id].adapter_digest == load.digest
+            self.loading.append(load.digest)
+        held = {digest: self.residency.state(digest) for digest in ADAPTERS}
+        used = sum(ADAPTERS[digest] for digest, state in held.items() if state != "absent")
+        assert self.residency.free_bytes == self.residency.max_bytes - used >= 0
+        assert {digest for digest, state in held.items() if state == "loading"} == set(self.loading)
+        self.totals["evictions"] += len([digest for digest in resident if held[digest] == "absent"])
+        computing = {sequence.adapter_digest for sequence in output.sequences} - {None}
+        for digest in computing:
+            assert digest is not None
+            assert self.residency.weights(digest) == f"weights of {digest}"
+        running = [request for request in self.requests.values() if any(table.blocks for table in request.block_tables)]
+        assert self.residency.num_pinned == len({request.adapter_digest for request in running} - {None})
 
     def _check_blocks(self) -> None:
         for group, pool in enumerate(self.pools):
@@ -288,8 +380,8 @@ def test_any_traffic_gives_every_request_its_solo_tokens_and_every_block_back() 
     run_state_machine_as_test(
         Traffic,
         settings=settings(
-            max_examples=400,
-            stateful_step_count=40,
+            max_examples=240,
+            stateful_step_count=50,
             deadline=None,
             derandomize=True,
             database=None,
@@ -298,12 +390,18 @@ def test_any_traffic_gives_every_request_its_solo_tokens_and_every_block_back() 
     )
     assert Traffic.totals["steps"] >= 10_000
     # The run means nothing unless memory was short and clients left.
-    assert Traffic.totals["preemptions"] >= 100
-    assert Traffic.totals["aborts"] >= 200
-    assert Traffic.totals["failures"] >= 50
-    assert Traffic.totals["recomputed"] >= 50
-    assert Traffic.totals["blocks dropped"] >= 1_000
-    assert Traffic.totals["cached tokens"] >= 100
+    for event, least in {
+        "preemptions": 30,
+        "aborts": 100,
+        "failures": 40,
+        "recomputed": 5,
+        "blocks dropped": 1_000,
+        "cached tokens": 20,
+        "evictions": 100,
+        "steps without an adapter": 100,
+        "failed loads": 3,
+    }.items():
+        assert Traffic.totals[event] >= least, (event, Traffic.totals)
 
 
 def test_requests_start_in_the_order_they_came() -> None:
@@ -393,11 +491,15 @@ def make_scheduler(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     length_regimes: LengthRegimes = ONE_REGIME,
+    residency: Residency[str] | None = None,
+    policy: SchedulingPolicy | None = None,
 ) -> Scheduler:
     group = CacheGroup(window=None, pool=BlockPool(num_blocks))
     blocks = CacheBlocks([group], block_size=block_size, chunk_tokens=max_num_batched_tokens)
     return Scheduler(
         blocks,
+        residency=residency or Residency(0),
+        policy=policy or FirstComeFirstServed(),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         prefix_cache=False,
@@ -405,13 +507,188 @@ def make_scheduler(
     )
 
 
-def make_request(name: str, *, prompt_len: int, max_tokens: int) -> Request:
+def make_request(
+    name: str, *, prompt_len: int, max_tokens: int, adapter: str | None = None, num_bytes: int = 1, priority: int = 0
+) -> Request:
     return Request(
         request_id=name,
         index=0,
         prompt_token_ids=(1,) * prompt_len,
-        params=SamplingParams(max_tokens=max_tokens),
+        params=SamplingParams(max_tokens=max_tokens, priority=priority),
         max_tokens=max_tokens,
         stop_token_ids=frozenset(),
         seed=0,
+        adapter_digest=adapter,
+        adapter_bytes=num_bytes,
+        tenant=adapter or "",
     )
+
+
+class HotTraffic:
+    """Requests for resident adapters that never pause: as one ends, the next is there."""
+
+    def __init__(self, *, policy: SchedulingPolicy, hot: dict[str, int], budget: int) -> None:
+        self.residency: Residency[str] = Residency(budget)
+        self.scheduler = make_scheduler(
+            num_blocks=1000,
+            block_size=4,
+            max_num_seqs=4,
+            max_num_batched_tokens=16,
+            residency=self.residency,
+            policy=policy,
+        )
+        self.hot = hot
+        self.started: dict[str, int] = {}
+        self.generated: Counter[str] = Counter()
+        self.steps = 0
+        self._loading: list[str] = []
+        self._count = 0
+
+    def add(self, adapter: str, num_bytes: int, *, max_tokens: int | None = None) -> str:
+        self._count += 1
+        request = make_request(
+            f"{adapter}-{self._count}",
+            prompt_len=3,
+            # Not in step with each other: at no moment do all end together.
+            max_tokens=4 + self._count % 5 if max_tokens is None else max_tokens,
+            adapter=adapter,
+            num_bytes=num_bytes,
+        )
+        self.scheduler.add(request)
+        return request.request_id
+
+    def step(self) -> None:
+        """One step, three waiting requests for each hot adapter before it; a load takes one step."""
+        for adapter, num_bytes in self.hot.items():
+            while len(self.scheduler.waiting_for(adapter)) < 3:
+                self.add(adapter, num_bytes)
+        for digest in self._loading:
+            self.residency.complete(digest, digest)
+        output = self.scheduler.schedule()
+        self._loading = [load.digest for load in output.loads]
+        self.steps += 1
+        tokens = {}
+        for sequence in output.sequences:
+            self.started.setdefault(sequence.request_id, self.steps)
+            if sequence.stop == self.scheduler.get(sequence.request_id).num_tokens:
+                tokens[sequence.request_id] = 1
+                self.generated[sequence.adapter_digest or ""] += 1
+        self.scheduler.update(output, tokens)
+
+
+# Sequences at once, and tokens of one.
+MOST_STEPS_TO_DRAIN = 4 * 11
+
+
+@pytest.mark.parametrize("policy", [FirstComeFirstServed, lambda: FairShare({})], ids=["fcfs", "fair"])
+@pytest.mark.parametrize("cold_bytes", [1, 2, 4], ids=lambda size: f"needs-{size}-of-4")
+def test_a_cold_adapter_starts_within_a_bounded_number_of_steps_under_hot_traffic(
+    policy: Callable[[], SchedulingPolicy], cold_bytes: int
+) -> None:
+    traffic = HotTraffic(policy=policy(), hot={"a": 1, "b": 1, "c": 2}, budget=4)
+    for _ in range(30):
+        traffic.step()
+    assert traffic.residency.free_bytes == 0
+    for _ in range(5):
+        asked = traffic.steps
+        cold = traffic.add("cold", cold_bytes)
+        while cold not in traffic.started:
+            traffic.step()
+            assert traffic.steps - asked <= 2 * MOST_STEPS_TO_DRAIN + 2
+        for _ in range(40):
+            traffic.step()
+    assert min(traffic.generated[adapter] for adapter in ("a", "b", "c")) > 20
+
+
+def test_requests_of_resident_adapters_pass_one_that_waits_for_its_adapter() -> None:
+    traffic = HotTraffic(policy=FirstComeFirstServed(), hot={}, budget=2)
+    first = traffic.add("cold", 1)
+    traffic.residency.offer("warm", 1, "warm")
+    second = traffic.add("warm", 1)
+    traffic.step()
+    assert traffic.started == {second: 1}
+    traffic.step()
+    assert traffic.started[first] == 2
+
+
+def test_the_adapter_that_ends_soonest_makes_room_and_the_others_go_on_being_admitted() -> None:
+    traffic = HotTraffic(policy=FirstComeFirstServed(), hot={}, budget=2)
+    for adapter, max_tokens in (("long", 30), ("short", 4)):
+        traffic.residency.offer(adapter, 1, adapter)
+        traffic.add(adapter, 1, max_tokens=max_tokens)
+    traffic.step()
+    cold = traffic.add("cold", 1)
+    again = {adapter: traffic.add(adapter, 1, max_tokens=2) for adapter in ("long", "short")}
+    traffic.step()
+    assert again["long"] in traffic.started
+    while cold not in traffic.started:
+        assert again["short"] not in traffic.started
+        traffic.step()
+    assert traffic.steps < 8
+    while again["short"] not in traffic.started:
+        traffic.step()
+    assert traffic.started[again["short"]] > traffic.started[cold]
+
+
+def test_an_adapter_that_an_earlier_request_waits_for_is_not_evicted_for_a_later_one() -> None:
+    residency: Residency[str] = Residency(1)
+    residency.offer("needed", 1, "needed")
+    scheduler = make_scheduler(
+        num_blocks=4, block_size=4, max_num_seqs=1, max_num_batched_tokens=8, residency=residency
+    )
+    for name, adapter in (("running", None), ("next", "needed"), ("last", "other")):
+        scheduler.add(make_request(name, prompt_len=2, max_tokens=2, adapter=adapter))
+    output = scheduler.schedule()
+    assert not output.loads
+    assert residency.state("needed") == "resident"
+    scheduler.update(output, {"running": 1})
+    scheduler.finish("running", "abort")
+    assert [sequence.request_id for sequence in scheduler.schedule().sequences] == ["next"]
+
+
+@pytest.mark.parametrize(("shares", "ratio"), [({}, 1.0), ({"a": 3.0}, 3.0)])
+def test_fair_scheduling_shares_tokens_between_adapters_however_many_requests_each_has(
+    shares: dict[str, float], ratio: float
+) -> None:
+    traffic = HotTraffic(policy=FairShare(shares), hot={}, budget=2)
+    for adapter in ("a", "b"):
+        traffic.residency.offer(adapter, 1, adapter)
+    for _ in range(200):
+        traffic.add("b", 1)
+    for _ in range(100):
+        traffic.add("a", 1)
+    for _ in range(150):
+        traffic.step()
+    assert abs(traffic.generated["a"] / traffic.generated["b"] / ratio - 1) < 0.15
+
+
+def test_a_tenant_that_was_idle_has_saved_nothing_up() -> None:
+    traffic = HotTraffic(policy=FairShare({}), hot={}, budget=2)
+    for adapter in ("a", "b"):
+        traffic.residency.offer(adapter, 1, adapter)
+    for _ in range(100):
+        traffic.add("b", 1)
+    for _ in range(60):
+        traffic.step()
+    assert not traffic.generated["a"]
+    before = traffic.generated["b"]
+    for _ in range(100):
+        traffic.add("a", 1)
+    for _ in range(80):
+        traffic.step()
+    assert abs(traffic.generated["a"] / (traffic.generated["b"] - before) - 1) < 0.25
+
+
+@pytest.mark.parametrize("policy", [FirstComeFirstServed(), FairShare({})], ids=["fcfs", "fair"])
+def test_a_lower_priority_is_served_first_and_preempted_last(policy: SchedulingPolicy) -> None:
+    scheduler = make_scheduler(num_blocks=4, block_size=1, max_num_seqs=3, max_num_batched_tokens=16, policy=policy)
+    scheduler.add(make_request("late", prompt_len=2, max_tokens=2, priority=1))
+    scheduler.add(make_request("urgent", prompt_len=2, max_tokens=2, priority=-1))
+    scheduler.add(make_request("usual", prompt_len=2, max_tokens=2))
+    first = scheduler.schedule()
+    assert [sequence.request_id for sequence in first.sequences] == ["urgent", "usual"]
+    scheduler.update(first, {"urgent": 1, "usual": 1})
+    second = scheduler.schedule()
+    assert [sequence.request_id for sequence in second.sequences] == ["urgent"]
+    scheduler.update(second, {"urgent": 1})
+    assert [sequence.request_id for sequence in scheduler.schedule().sequences] == ["usual"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 import socket
@@ -14,10 +15,11 @@ import pytest
 import safetensors.torch
 import torch
 
+from graftlm import AsyncLLM
 from graftlm.errors import ConfigurationError
 from graftlm.server import create_app
 from tests.server.conftest import Files
-from tests.server.live_server import LiveServer, error_of
+from tests.server.live_server import LiveServer, error_of, serving
 from tests.server.test_models import listed
 from tests.tiny import edit_json
 
@@ -193,7 +195,7 @@ def test_r097_urls_are_refused_and_nothing_is_fetched(server: LiveServer) -> Non
         ({"lora_name": "a"}, "lora_path"),
         ({"lora_path": "red"}, "lora_name"),
         ({"lora_name": 1, "lora_path": "red"}, "lora_name"),
-        ({"lora_name": "a", "lora_path": "red", "load_inplace": True}, "load_inplace"),
+        ({"lora_name": "a", "lora_path": "red", "load_inplace": "yes"}, "load_inplace"),
         ({"lora_name": "a", "lora_path": "red", "base_model_name": "x"}, "base_model_name"),
     ],
     ids=str,
@@ -231,3 +233,78 @@ def test_r050_loads_and_unloads_do_not_touch_running_streams(server: LiveServer)
         # Otherwise the streams were over before anything was loaded.
         assert was_running[0]
     assert [future.result() for future in running] == [quiet[model] for model in models]
+
+
+def test_r060_load_inplace_replaces_a_name_and_a_bad_path_leaves_it(server: LiveServer) -> None:
+    texts = {model: server.text(model=model, prompt="hello") for model in ("red", "blue")}
+    assert texts["red"] != texts["blue"]
+    assert load(server, "swap", "red", load_inplace=True).status_code == 200
+    assert server.text(model="swap", prompt="hello") == texts["red"]
+    assert error_of(load(server, "swap", "nothing", load_inplace=True))["code"] == "adapter_files_not_found"
+    assert server.text(model="swap", prompt="hello") == texts["red"]
+    assert load(server, "swap", "nested/blue", load_inplace=True).status_code == 200
+    assert server.text(model="swap", prompt="hello") == texts["blue"]
+    error_of(load(server, "tiny/llama", "red", load_inplace=True))
+    assert unload(server, "swap").status_code == 200
+
+
+def test_r052_a_forced_unload_ends_running_requests(server: LiveServer) -> None:
+    assert load(server, "doomed", "red").status_code == 200
+    with server.http.stream(
+        "POST",
+        "/v1/completions",
+        json={"model": "doomed", "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True},
+    ) as reply:
+        lines = reply.iter_lines()
+        assert next(lines).startswith("data: ")
+        body = {"lora_name": "doomed", "force": True}
+        assert server.http.post("/v1/unload_lora_adapter", json=body).status_code == 200
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert "error" in events[-1]
+    assert server.complete(model="doomed", prompt="x").status_code == 404
+    error_of(server.http.post("/v1/unload_lora_adapter", json=body), 404)
+
+
+def test_an_adapter_folder_is_served_by_name_within_its_memory(files: Files, tmp_path: Path) -> None:
+    many = tmp_path / "many"
+    for index in range(4):
+        shutil.copytree(files.red, many / f"red-{index}")
+        edit_json(many / f"red-{index}" / "adapter_config.json", lora_alpha=8 * (index + 1))
+    shutil.copytree(files.red, many / "broken")
+    (many / "broken" / "adapter_config.json").unlink()
+    file_bytes = (files.red / "adapter_model.safetensors").stat().st_size
+    llm = AsyncLLM(files.base, name="tiny", adapter_dir=many, adapter_memory_bytes=file_bytes, kv_cache_bytes=2 << 20)
+    names = [f"red-{index}" for index in range(4)]
+    with serving(llm) as live:
+        cards = {card["id"]: card for card in live.http.get("/v1/models").json()["data"]}
+        assert set(cards) == {"tiny", "broken", *names}
+        assert "residency" not in cards["tiny"]
+        assert {cards[name]["residency"] for name in names} == {"absent"}
+        alone = [live.text(model=name, prompt="hello", max_tokens=20) for name in names]
+        assert len(set(alone)) == 4
+        with ThreadPoolExecutor(8) as pool:
+            texts = pool.map(lambda name: live.text(model=name, prompt="hello", max_tokens=20), names * 3)
+            assert list(texts) == alone * 3
+        states = [live.http.get(f"/v1/models/{name}").json()["residency"] for name in names]
+        assert sorted(states) == ["absent", "absent", "absent", "resident"]
+        error = error_of(live.complete(model="broken", prompt="x"))
+        assert error["code"] == "adapter_files_not_found"
+        assert str(many) not in error["message"]
+        error_of(live.complete(model="broken", prompt="x", stream=True))
+        error_of(
+            live.http.post(
+                "/v1/chat/completions", json={"model": "broken", "messages": [{"role": "user", "content": "x"}]}
+            )
+        )
+        shutil.copy(files.red / "adapter_config.json", many / "broken")
+        assert live.complete(model="broken", prompt="x").status_code == 200
+        error_of(live.complete(model="nope", prompt="x"), 404)
+        edit_json(many / "broken" / "adapter_config.json", lora_alpha=3)
+        assert live.text(model="red-0", prompt="hello", max_tokens=20) == alone[0]
+        assert error_of(live.complete(model="broken", prompt="x"), 409)["code"] == "adapter_changed"
+        assert live.complete(model="broken", prompt="x").status_code == 200
+
+
+def test_a_priority_is_a_whole_number(server: LiveServer) -> None:
+    assert server.complete(model="red", prompt="x", priority=-3).status_code == 200
+    assert error_of(server.complete(model="red", prompt="x", priority=1.5))["param"] == "priority"

@@ -1,4 +1,5 @@
-"""A loaded adapter: immutable, known by the digest of its files; the name is only a label."""
+"""An adapter in two parts: what is known of it for as long as a name leads to it, and its weights, which may be in
+memory or not. Both are immutable and known by the digest of its files; the name is only a label."""
 
 from __future__ import annotations
 
@@ -25,19 +26,21 @@ class BoundModule:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Adapter:
-    """What an adapter does to each layer.
+    """Everything about an adapter but its weights.
 
     digest: SHA-256 of config and weights, hexadecimal.
     method: PEFT's name for it, such as "LoRA" or "rsLoRA".
     modules: what it changes, in model order. bound and total count the file's tensors: they are equal, since an
         adapter with a tensor that nothing uses is refused.
-    source: the file its weights were read from; None for a weighted sum.
-    patch: what it does to the model. dormant_patch: what it does before its invocation tokens (aLoRA); for all others
-        the same object.
+    source: the file its weights can be read from again; None for a weighted sum.
+    num_bytes: memory its weights take.
+    changes_dormant: whether it does anything before its invocation tokens (aLoRA).
+    is_low_rank: whether all it does is add low-rank updates, so that it may be part of a weighted sum.
     invocation_token_ids: aLoRA's; the adapter is active from the start of their last occurrence in a prompt.
     vocab_size: tokens it knows; None for as many as the base.
+    own_token_ids: ids, ascending, of tokens whose embedding rows it brings one by one.
     virtual_token_ids: ids beyond every vocabulary that stand before its prompts (prompt tuning).
-    parts: the adapters it is a weighted sum of; empty for one that was loaded.
+    parts: the adapters it is a weighted sum of, with their weights; empty for one that was loaded.
     text: its own tokenizer, chat template and end tokens, if it has any.
     created: unix seconds of loading.
     """
@@ -47,29 +50,51 @@ class Adapter:
     method: str
     modules: tuple[BoundModule, ...]
     source: Path | None
-    patch: ModelPatch
-    dormant_patch: ModelPatch
+    num_bytes: int
+    changes_dormant: bool
+    is_low_rank: bool
     bound: int
     total: int
     created: int
     invocation_token_ids: tuple[int, ...] = ()
     vocab_size: int | None = None
-    parts: tuple[Adapter, ...] = ()
+    parts: tuple[tuple[Adapter, float], ...] = ()
     text: AdapterText = field(default_factory=AdapterText)
+    own_token_ids: tuple[int, ...] = ()
     virtual_token_ids: tuple[int, ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory its tensors take. What its two patches share counts twice: a budget must not be passed."""
-        dormant = 0 if self.dormant_patch is self.patch else self.dormant_patch.num_bytes
-        return self.patch.num_bytes + dormant
 
     @property
     def dormant_digest(self) -> str | None:
         """Stands for what it computes before its invocation; None when that is what the base computes."""
-        return f"{self.digest} dormant" if self.dormant_patch.num_bytes else None
+        return f"{self.digest} dormant" if self.changes_dormant else None
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The different ranks among its modules, ascending."""
         return tuple(sorted({module.rank for module in self.modules if module.rank is not None}))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdapterWeights:
+    """What an adapter does to each layer.
+
+    patch: what it does to the model. dormant_patch: what it does before its invocation tokens (aLoRA); for all others
+        the same object.
+    """
+
+    patch: ModelPatch
+    dormant_patch: ModelPatch
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory the tensors take. What the two patches share counts twice: a budget must not be passed."""
+        dormant = 0 if self.dormant_patch is self.patch else self.dormant_patch.num_bytes
+        return self.patch.num_bytes + dormant
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedAdapter:
+    """Both parts, as they come from the files."""
+
+    adapter: Adapter
+    weights: AdapterWeights

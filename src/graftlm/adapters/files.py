@@ -144,10 +144,10 @@ def _check_sizes(config: Path, weights: Path, max_bytes: int) -> None:
         raise AdapterCorrupt(f"{CONFIG_NAME} is too large", got=f"{size} bytes", allowed=f"{MAX_CONFIG_BYTES} bytes")
     if (size := weights.stat().st_size) > max_bytes:
         raise AdapterMemoryExceeded(
-            "the adapter's weights are larger than what is left of adapter_memory_bytes",
+            "the adapter's weights are larger than adapter_memory_bytes",
             got=f"{size} bytes",
             allowed=f"{max_bytes} bytes",
-            do="unload another adapter or raise adapter_memory_bytes",
+            do="raise adapter_memory_bytes",
         )
 
 

@@ -1,4 +1,4 @@
-"""From an adapter folder to an `Adapter`: strict, complete, or an error that names what is wrong."""
+"""From an adapter folder to a `LoadedAdapter`: strict, complete, or an error that names what is wrong."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graftlm.adapters.adapter import Adapter
-from graftlm.adapters.files import read_adapter_files
+from graftlm.adapters.adapter import Adapter, AdapterWeights, LoadedAdapter
+from graftlm.adapters.files import AdapterFiles, read_adapter_files
 from graftlm.adapters.methods import find_method
 from graftlm.adapters.methods.compiled import CompiledAdapter
 from graftlm.adapters.module_tensors import ModuleTensors
 from graftlm.adapters.text import AdapterText, AdapterTexts
-from graftlm.errors import AdapterCorrupt, AdapterUnsupported
+from graftlm.adapters.weighted import is_low_rank
+from graftlm.errors import AdapterChanged, AdapterCorrupt, AdapterUnsupported
 from graftlm.models.base_weights import BaseWeights
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def load_adapter(
     max_bytes: int,
     allow_pickle: bool = False,
     texts: AdapterTexts | None = None,
-) -> Adapter:
+) -> LoadedAdapter:
     """Read an adapter, check all of it against a base, and compile it.
 
     Every config field is read or refused and every tensor is used; an adapter of which any part would be left out is
@@ -50,6 +51,60 @@ def load_adapter(
         AdapterError: a subclass that says which file, field or tensor is at fault.
     """
     files = read_adapter_files(source, max_bytes=max_bytes, allow_pickle=allow_pickle)
+    compiled, weights, tensors = _compile(files, base)
+    modules = compiled.builder.modules
+    if not modules:
+        raise AdapterCorrupt("the adapter changes nothing in this base")
+    bound = tensors.total - tensors.unused
+    logger.info("adapter %s: bound %d of %d tensors", name, bound, tensors.total)
+    rows = None if weights.patch.embedding is None else weights.patch.embedding.rows
+    has_own_tokens = compiled.vocab_size is not None or bool(compiled.virtual_token_ids)
+    adapter = Adapter(
+        name=name,
+        digest=files.digest,
+        method=compiled.method,
+        modules=modules,
+        source=files.weights_path,
+        num_bytes=weights.num_bytes,
+        changes_dormant=weights.dormant_patch.num_bytes > 0,
+        is_low_rank=is_low_rank(weights) and not has_own_tokens,
+        bound=bound,
+        total=tensors.total,
+        created=int(time.time()),
+        invocation_token_ids=compiled.invocation_token_ids,
+        vocab_size=compiled.vocab_size,
+        own_token_ids=() if rows is None else tuple(rows.ids.tolist()),
+        virtual_token_ids=compiled.virtual_token_ids,
+        text=AdapterText() if texts is None else texts.read(files.weights_path.parent),
+    )
+    return LoadedAdapter(adapter=adapter, weights=weights)
+
+
+def read_weights(
+    source: Path, digest: str, base: BaseWeights, *, max_bytes: int, allow_pickle: bool = False
+) -> AdapterWeights:
+    """Read the weights of an adapter that is known already.
+
+    Args:
+        source: its weights file. digest: what it had when it was loaded.
+        max_bytes: larger weight files are refused unread.
+
+    Raises:
+        AdapterError: a subclass that says what has become of its files; `AdapterChanged` if they are another's now.
+    """
+    files = read_adapter_files(source, max_bytes=max_bytes, allow_pickle=allow_pickle)
+    if files.digest != digest:
+        raise AdapterChanged(
+            "its files have changed since it was loaded",
+            got=f"digest {files.digest[:12]}",
+            allowed=f"digest {digest[:12]}",
+            do="load it again under its name",
+        )
+    return _compile(files, base)[1]
+
+
+def _compile(files: AdapterFiles, base: BaseWeights) -> tuple[CompiledAdapter, AdapterWeights, ModuleTensors]:
+    """What the files do to the base, and the tensors it was made of."""
     compile_method = find_method(files.config.get("peft_type"))
     _check_values(files.tensors)
     tensors = ModuleTensors(files.tensors, base.sites)
@@ -59,27 +114,7 @@ def load_adapter(
         patch = compiled.builder.build()
         _check_tokens(compiled, base)
         dormant = patch if compiled.dormant is None else compiled.dormant.build()
-    modules = compiled.builder.modules
-    if not modules:
-        raise AdapterCorrupt("the adapter changes nothing in this base")
-    bound = tensors.total - tensors.unused
-    logger.info("adapter %s: bound %d of %d tensors", name, bound, tensors.total)
-    return Adapter(
-        name=name,
-        digest=files.digest,
-        method=compiled.method,
-        modules=modules,
-        source=files.weights_path,
-        patch=patch,
-        dormant_patch=dormant,
-        bound=bound,
-        total=tensors.total,
-        created=int(time.time()),
-        invocation_token_ids=compiled.invocation_token_ids,
-        vocab_size=compiled.vocab_size,
-        virtual_token_ids=compiled.virtual_token_ids,
-        text=AdapterText() if texts is None else texts.read(files.weights_path.parent),
-    )
+    return compiled, AdapterWeights(patch=patch, dormant_patch=dormant), tensors
 
 
 def _check_tokens(compiled: CompiledAdapter, base: BaseWeights) -> None:

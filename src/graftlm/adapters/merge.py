@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from graftlm.adapters.adapter import Adapter
+from graftlm.adapters.adapter import Adapter, LoadedAdapter
 from graftlm.adapters.files import find_adapter
 from graftlm.adapters.load import load_adapter
 from graftlm.adapters.merged_weights import MergedWeights
 from graftlm.adapters.text import TOKENIZER_FILES
-from graftlm.adapters.weighted import choice_name, combine, is_weighted, parse_weighted
+from graftlm.adapters.weighted import choice_name, combine, combine_weights, is_weighted, parse_weighted
 from graftlm.checkpoint import open_checkpoint
 from graftlm.checkpoint.safetensors_writer import MAX_SHARD_BYTES
 from graftlm.models.base_weights import BaseWeights, CheckpointWeights
@@ -66,12 +66,15 @@ def merge(
                 files = _with_own_text(files, str(adapter))
             else:
                 parts = [(_load(source, base, allow_pickle=allow_pickle), weight) for source, weight in weights.items()]
-                loaded = combine(choice_name(weights), parts)
+                loaded = LoadedAdapter(
+                    adapter=combine(choice_name(weights), [(part.adapter, weight) for part, weight in parts]),
+                    weights=combine_weights([(part.weights, weight) for part, weight in parts]),
+                )
             merged = MergedWeights(base, loaded)
             export_checkpoint(merged, checkpoint, folder, files=files, max_shard_bytes=max_shard_bytes)
     finally:
         checkpoint.close()
-    return loaded
+    return loaded.adapter
 
 
 def _weights(adapter: str | Path | Mapping[str, float]) -> Mapping[str, float] | None:
@@ -83,7 +86,7 @@ def _weights(adapter: str | Path | Mapping[str, float]) -> Mapping[str, float] |
     return parse_weighted(str(adapter)) if is_sum else None
 
 
-def _load(source: str, base: BaseWeights, *, allow_pickle: bool) -> Adapter:
+def _load(source: str, base: BaseWeights, *, allow_pickle: bool) -> LoadedAdapter:
     return load_adapter(Path(source).name, source, base, max_bytes=2**62, allow_pickle=allow_pickle)
 
 

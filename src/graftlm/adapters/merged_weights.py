@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from graftlm.adapters.adapter import Adapter
+from graftlm.adapters.adapter import Adapter, LoadedAdapter
 from graftlm.errors import AdapterUnsupported
 from graftlm.kernels.ops import LoraUpdate
 from graftlm.layers.patch import EmbeddingPatch, LinearPatch, ReplacedRows
@@ -27,11 +27,12 @@ class MergedWeights:
         AdapterUnsupported: no weights of this architecture do what the adapter does; the message says why.
     """
 
-    def __init__(self, base: BaseWeights, adapter: Adapter) -> None:
+    def __init__(self, base: BaseWeights, loaded: LoadedAdapter) -> None:
+        adapter = loaded.adapter
         self.dtype = torch.float32
         self.device = base.device
         self._base = base
-        self._patch = adapter.patch
+        self._patch = loaded.weights.patch
         _check_mergeable(adapter)
         vocab_size = adapter.vocab_size or base.sites.vocab_size
         self.sites = replace(base.sites, vocab_size=vocab_size)

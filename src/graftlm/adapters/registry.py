@@ -1,97 +1,117 @@
-"""Which adapters answer to which names, and how much memory they hold. Knows names, bytes and holds; knows nothing of
-requests or tensors.
+"""Which adapters answer to which names, and for how long they are needed. Knows names, versions and holds; knows
+nothing of weights or requests.
 
-A name leads to an immutable adapter. A request takes a hold on the adapter itself, so unloading a name never pulls
-weights from under a running request: the memory returns with the last hold. Every method may be called from any thread.
+A name leads to an immutable adapter, and may come to lead to another. A request takes a hold on the adapter itself, so
+that it ends with the one it began with. Every method may be called from any thread.
 """
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import Counter
-from collections.abc import Mapping
-from weakref import WeakValueDictionary
+from collections.abc import Callable, Mapping
 
 from graftlm.adapters.adapter import Adapter
+from graftlm.adapters.folder import AdapterFolder
+from graftlm.adapters.name import check_name
 from graftlm.adapters.weighted import combine, is_weighted, parse_weighted
-from graftlm.errors import AdapterMemoryExceeded, AdapterNameInvalid, AdapterNameTaken, ModelNotFound
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+from graftlm.errors import AdapterNameTaken, ModelNotFound
 
 _MAX_NAMES_SHOWN = 20
 
 
 class AdapterRegistry:
-    """Adapters by name within a byte budget.
+    """Adapters by name.
 
     Args:
         base_name: the base model's name, which no adapter may take.
-        max_bytes: memory for all adapters, those still held after their name is gone included.
+        folder: adapters that answer to their folders' names before anybody has read them.
+        forget: called with a digest that neither a name nor a hold needs any longer.
     """
 
-    def __init__(self, *, base_name: str, max_bytes: int) -> None:
+    def __init__(self, *, base_name: str, forget: Callable[[str], None], folder: AdapterFolder | None = None) -> None:
         self._base_name = base_name
-        self._max_bytes = max_bytes
+        self._folder = folder
+        self._forget = forget
         self._by_name: dict[str, Adapter] = {}
-        self._holds: Counter[Adapter] = Counter()
-        self._sums: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
+        self._users: Counter[str] = Counter()
         self._lock = threading.RLock()
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
-        """A snapshot: name -> adapter."""
+        """A snapshot of what has been read: name -> adapter."""
         with self._lock:
             return dict(self._by_name)
 
     @property
-    def free_bytes(self) -> int:
-        with self._lock:
-            used = sum(adapter.num_bytes for adapter in {*self._by_name.values(), *self._holds})
-        return self._max_bytes - used
+    def names(self) -> list[str]:
+        """All names that answer: adapters that have been read, then those that only lie in the folder."""
+        known = self.adapters
+        return [*known, *(name for name in self._in_folder() if name not in known)]
 
-    def check_name(self, name: str) -> None:
+    def check_name(self, name: str, *, replace: bool = False) -> None:
         """Raise unless a new adapter may take `name`.
+
+        Args:
+            replace: another adapter may have it already.
 
         Raises:
             AdapterNameInvalid, AdapterNameTaken
         """
-        if not isinstance(name, str) or _NAME.fullmatch(name) is None or ".." in name:
-            raise AdapterNameInvalid(
-                "this cannot be an adapter's name",
-                got=repr(name)[:100],
-                allowed="1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit, without '..'",
+        check_name(name)
+        if name == self._base_name:
+            raise AdapterNameTaken("the base model already has this name", got=name, do="choose another")
+        if not replace and self.answers_to(name):
+            raise AdapterNameTaken(
+                "another adapter already has this name", got=name, do="unload it first, replace it, or choose another"
             )
-        if name == self._base_name or name in self._by_name:
-            owner = "the base model" if name == self._base_name else "another adapter"
-            raise AdapterNameTaken(f"{owner} already has this name", got=name, do="unload it first, or choose another")
 
-    def add(self, adapter: Adapter) -> None:
-        """Let an adapter answer to its name.
+    def add(self, adapter: Adapter, *, replace: bool = False) -> None:
+        """Let an adapter answer to its name from now on. The one that did before is kept for those that hold it.
 
         Raises:
-            AdapterNameInvalid, AdapterNameTaken, AdapterMemoryExceeded
+            AdapterNameInvalid, AdapterNameTaken
         """
         with self._lock:
-            self.check_name(adapter.name)
-            if adapter.num_bytes > self.free_bytes:
-                raise AdapterMemoryExceeded(
-                    f"adapter {adapter.name} does not fit in adapter_memory_bytes",
-                    got=f"{adapter.num_bytes} bytes",
-                    allowed=f"{self.free_bytes} of {self._max_bytes} bytes are free",
-                    do="unload another adapter or raise adapter_memory_bytes",
-                )
-            self._by_name[adapter.name] = adapter
+            self.check_name(adapter.name, replace=replace)
+            self._admit(adapter)
 
-    def remove(self, name: str) -> None:
-        """Take a name away. Requests that hold its adapter go on with it.
+    def introduce(self, adapter: Adapter) -> None:
+        """Note what has been read from the folder, unless its name leads to something already."""
+        with self._lock:
+            if adapter.name not in self._by_name:
+                self._admit(adapter)
+
+    def remove(self, name: str) -> Adapter:
+        """Take a name away from the adapter that is returned. Those that hold it go on with it.
 
         Raises:
             ModelNotFound
         """
         with self._lock:
-            if self._by_name.pop(name, None) is None:
+            if name not in self._by_name:
                 raise self._not_found(name)
+            adapter = self._by_name.pop(name)
+            self._drop(adapter.digest)
+            return adapter
+
+    def drop_version(self, adapter: Adapter) -> None:
+        """Forget what was read of an adapter in the folder, so that it is read anew when it is asked for again.
+
+        Other adapters keep their names: whoever loaded them decides.
+        """
+        with self._lock:
+            lies_in_folder = self._folder is not None and self._folder.holds(adapter)
+            if lies_in_folder and self._by_name.get(adapter.name) is adapter:
+                self.remove(adapter.name)
+
+    def has_read(self, name: str) -> bool:
+        """Whether the adapter of this name is known beyond its name."""
+        return name in self._by_name
+
+    def answers_to(self, name: str) -> bool:
+        """Whether an adapter has this name, read or not."""
+        return name in self._by_name or (self._folder is not None and self._folder.locate(name) is not None)
 
     def resolve(self, model: str) -> str | None:
         """The adapter, or weighted sum of adapters, that a request's model name means; None for the base.
@@ -102,8 +122,8 @@ class AdapterRegistry:
         """
         if model == self._base_name:
             return None
-        for name in parse_weighted(model) if is_weighted(model) else [model]:
-            if name not in self._by_name:
+        for name in names_in(model):
+            if not self.answers_to(name):
                 raise self._not_found(name)
         return model
 
@@ -113,29 +133,28 @@ class AdapterRegistry:
         Raises:
             ModelNotFound, InvalidRequest, AdapterUnsupported
         """
-        weights = parse_weighted(model) if is_weighted(model) else {model: 1.0}
         with self._lock:
-            parts = [(self.get(name), weight) for name, weight in weights.items()]
-            if not is_weighted(model):
-                adapter = parts[0][0]
+            if is_weighted(model):
+                adapter = combine(model, [(self.get(name), weight) for name, weight in parse_weighted(model).items()])
             else:
-                # Equal sums share one set of tensors for as long as a request holds it.
-                adapter = combine(model, parts)
-                adapter = self._sums.setdefault(adapter.digest, adapter)
-            for part in adapter.parts or (adapter,):
-                self._holds[part] += 1
+                adapter = self.get(model)
+            self.hold(adapter)
             return adapter
+
+    def hold(self, adapter: Adapter) -> None:
+        """Need an adapter, and the parts of a sum, once more."""
+        with self._lock:
+            for digest in _digests(adapter):
+                self._users[digest] += 1
 
     def release(self, adapter: Adapter) -> None:
         """Give one hold back."""
         with self._lock:
-            for part in adapter.parts or (adapter,):
-                self._holds[part] -= 1
-                if self._holds[part] == 0:
-                    del self._holds[part]
+            for digest in _digests(adapter):
+                self._drop(digest)
 
     def get(self, name: str) -> Adapter:
-        """The adapter of this name, without holding it.
+        """The adapter of this name, which has been read, without holding it.
 
         Raises:
             ModelNotFound
@@ -145,11 +164,42 @@ class AdapterRegistry:
             raise self._not_found(name)
         return adapter
 
-    def num_holds(self, adapter: Adapter) -> int:
-        return self._holds[adapter]
+    def num_users(self, digest: str) -> int:
+        """How many names and holds need this content."""
+        return self._users[digest]
+
+    def _admit(self, adapter: Adapter) -> None:
+        self._users[adapter.digest] += 1
+        replaced = self._by_name.pop(adapter.name, None)
+        self._by_name[adapter.name] = adapter
+        if replaced is not None:
+            self._drop(replaced.digest)
+
+    def _drop(self, digest: str) -> None:
+        self._users[digest] -= 1
+        if self._users[digest] == 0:
+            del self._users[digest]
+            # Under the lock, or somebody else could come to need it in between.
+            self._forget(digest)
+
+    def _in_folder(self) -> list[str]:
+        return [] if self._folder is None else [name for name in self._folder.names() if name != self._base_name]
 
     def _not_found(self, name: str) -> ModelNotFound:
-        names = [self._base_name, *self.adapters]
+        names = [self._base_name, *self.names]
         more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
         known = ", ".join(names[:_MAX_NAMES_SHOWN]) + more
         return ModelNotFound("no model answers to this name", got=repr(name)[:100], allowed=known)
+
+
+def names_in(model: str) -> list[str]:
+    """The adapters that a model name speaks of: itself, or the parts of a weighted sum.
+
+    Raises:
+        InvalidRequest: it looks like a weighted sum and is none.
+    """
+    return list(parse_weighted(model)) if is_weighted(model) else [model]
+
+
+def _digests(adapter: Adapter) -> list[str]:
+    return [adapter.digest, *(part.digest for part, _ in adapter.parts)]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from graftlm.adapters.adapter import Adapter
+from graftlm.adapters.adapter import Adapter, AdapterWeights
 from graftlm.errors import AdapterUnsupported, InvalidRequest
 from graftlm.kernels.ops import LoraExpand, LoraUpdate
 from graftlm.layers.patch import HeadPatch, LinearPatch, ModelPatch
@@ -76,53 +76,60 @@ def combine(model: str, parts: Sequence[tuple[Adapter, float]]) -> Adapter:
         AdapterUnsupported: a part does more than add low-rank updates, so that a sum has no meaning.
     """
     for adapter, _ in parts:
-        _check_summable(adapter)
+        if not adapter.is_low_rank:
+            raise AdapterUnsupported(
+                f"adapter {adapter.name} cannot be part of a weighted sum: it does more than add low-rank updates",
+                got=adapter.method,
+                do="use it alone",
+            )
     digest = hashlib.sha256()
     for adapter, weight in parts:
         digest.update(f"{adapter.digest}:{weight!r};".encode())
-    slots = dict.fromkeys(slot for adapter, _ in parts for slot in adapter.patch.linears)
-    linears = {
-        slot: LinearPatch(low_rank=_sum([(adapter.patch.linears.get(slot), weight) for adapter, weight in parts]))
-        for slot in slots
-    }
-    head = None
-    if any(adapter.patch.head is not None for adapter, _ in parts):
-        heads = [(adapter.patch.head.linear if adapter.patch.head else None, weight) for adapter, weight in parts]
-        head = HeadPatch(linear=LinearPatch(low_rank=_sum(heads)))
-    patch = ModelPatch(linears=linears, head=head)
     return Adapter(
         name=model,
         digest=digest.hexdigest(),
         method="weighted sum",
         modules=tuple(module for adapter, _ in parts for module in adapter.modules),
         source=None,
-        patch=patch,
-        dormant_patch=patch,
+        # Ranks stand side by side, so a sum is as large as its parts together.
+        num_bytes=sum(adapter.num_bytes for adapter, _ in parts),
+        changes_dormant=any(adapter.changes_dormant for adapter, _ in parts),
+        is_low_rank=True,
         bound=sum(adapter.bound for adapter, _ in parts),
         total=sum(adapter.total for adapter, _ in parts),
         created=max(adapter.created for adapter, _ in parts),
-        parts=tuple(adapter for adapter, _ in parts),
+        parts=tuple(parts),
     )
 
 
-def _check_summable(adapter: Adapter) -> None:
-    patch = adapter.patch
+def combine_weights(parts: Sequence[tuple[AdapterWeights, float]]) -> AdapterWeights:
+    """The weights of a sum, from those of its parts, all of which only add low-rank updates."""
+    patches = [(weights.patch, weight) for weights, weight in parts]
+    slots = dict.fromkeys(slot for patch, _ in patches for slot in patch.linears)
+    linears = {
+        slot: LinearPatch(low_rank=_sum([(patch.linears.get(slot), weight) for patch, weight in patches]))
+        for slot in slots
+    }
+    head = None
+    if any(patch.head is not None for patch, _ in patches):
+        heads = [(patch.head.linear if patch.head else None, weight) for patch, weight in patches]
+        head = HeadPatch(linear=LinearPatch(low_rank=_sum(heads)))
+    patch = ModelPatch(linears=linears, head=head)
+    return AdapterWeights(patch=patch, dormant_patch=patch)
+
+
+def is_low_rank(weights: AdapterWeights) -> bool:
+    """Whether weights only add low-rank updates, from the first token on."""
+    patch = weights.patch
     linears = [*patch.linears.values(), *([patch.head.linear] if patch.head else [])]
-    plain = (
+    return (
         not patch.norms
         and patch.embedding is None
-        and adapter.vocab_size is None
-        and not adapter.virtual_token_ids
-        and adapter.dormant_patch is patch
+        and patch.prefix is None
+        and weights.dormant_patch is patch
         and (patch.head is None or patch.head.rows is None)
         and not any(linear.overrides or linear.outputs for linear in linears)
     )
-    if not plain:
-        raise AdapterUnsupported(
-            f"adapter {adapter.name} cannot be part of a weighted sum: it does more than add low-rank updates",
-            got=adapter.method,
-            do="use it alone",
-        )
 
 
 def _sum(parts: Sequence[tuple[LinearPatch | None, float]]) -> LoraUpdate | None:

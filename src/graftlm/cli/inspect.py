@@ -171,7 +171,7 @@ def _fit(adapter: str, base: str, *, allow_pickle: bool) -> Adapter:
             CheckpointWeights(checkpoint),
             max_bytes=2**62,
             allow_pickle=allow_pickle,
-        )
+        ).adapter
     except AdapterError as error:
         typer.echo(f"Does not fit {Path(base).name}: {error}")
         raise typer.Exit(1) from error

@@ -81,6 +81,9 @@ def _parameter(name: str, hint: object, default: object, text: str) -> inspect.P
             list[str], typer.Option("--adapter", metavar="NAME=PATH", help=f"{text} Repeat it for more.")
         ]
         default = []
+    elif name == "fair_shares":
+        annotation = Annotated[list[str], typer.Option(metavar="NAME=NUMBER", help=f"{text} Repeat it for more.")]
+        default = []
     elif name.endswith("_bytes"):
         annotation = Annotated[str | None, typer.Option(metavar="SIZE", help=f"{text} Such as 2GiB.")]
         default = format_byte_size(default) if isinstance(default, int) else None
@@ -114,6 +117,8 @@ def _element(hint: object) -> type:
 def _read(name: str, value: Any) -> Any:
     if name == "adapters":
         return parse_adapters(value)
+    if name == "fair_shares":
+        return parse_shares(value)
     if name.endswith("_bytes") and value is not None:
         return parse_byte_size(value)
     return value
@@ -125,12 +130,29 @@ def parse_adapters(entries: Sequence[str]) -> dict[str, str]:
     Raises:
         ConfigurationError: an entry has another form, or two have one name.
     """
-    adapters: dict[str, str] = {}
+    return _parse_pairs(entries, option="--adapter", form="NAME=PATH")
+
+
+def parse_shares(entries: Sequence[str]) -> dict[str, float]:
+    """NAME=NUMBER entries as a mapping.
+
+    Raises:
+        ConfigurationError: an entry has another form, or two have one name.
+    """
+    pairs = _parse_pairs(entries, option="--fair-shares", form="NAME=NUMBER")
+    try:
+        return {name: float(text) for name, text in pairs.items()}
+    except ValueError as cause:
+        raise ConfigurationError("--fair-shares cannot be read", got=str(cause), allowed="NAME=NUMBER") from cause
+
+
+def _parse_pairs(entries: Sequence[str], *, option: str, form: str) -> dict[str, str]:
+    pairs: dict[str, str] = {}
     for entry in entries:
-        name, equals, path = entry.partition("=")
-        if not (name and equals and path):
-            raise ConfigurationError("--adapter cannot be read", got=repr(entry), allowed="NAME=PATH")
-        if name in adapters:
-            raise ConfigurationError("two adapters have one name", got=repr(name), do="give each its own")
-        adapters[name] = path
-    return adapters
+        name, equals, value = entry.partition("=")
+        if not (name and equals and value):
+            raise ConfigurationError(f"{option} cannot be read", got=repr(entry), allowed=form)
+        if name in pairs:
+            raise ConfigurationError(f"{option} names one adapter twice", got=repr(name), do="give each its own")
+        pairs[name] = value
+    return pairs

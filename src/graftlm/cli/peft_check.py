@@ -115,8 +115,7 @@ def _prompt(length: int, adapter: Adapter, base_size: int) -> list[int]:
     vocab_size = adapter.vocab_size or base_size
     generator = torch.Generator().manual_seed(length)
     prompt: list[int] = torch.randint(0, min(base_size, vocab_size), (length,), generator=generator).tolist()
-    rows = adapter.patch.embedding.rows if adapter.patch.embedding is not None else None
-    own = [] if rows is None else [token_id for token_id in rows.ids.tolist() if token_id < vocab_size]
+    own = [token_id for token_id in adapter.own_token_ids if token_id < vocab_size]
     own = [*own[:MAX_OWN_TOKENS], vocab_size - 1, *adapter.invocation_token_ids]
     middle = length // 2
     if len(own) < middle:

@@ -12,12 +12,10 @@ import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeVar
-from weakref import WeakSet
 
 from torch import Tensor
 
-from graftlm.adapters import Adapter
-from graftlm.adapters.weighted import parse_weighted
+from graftlm.adapters import Adapter, LoadedAdapter
 from graftlm.distributed.messages import (
     AdapterPart,
     AdapterRecipe,
@@ -31,6 +29,7 @@ from graftlm.distributed.messages import (
 from graftlm.distributed.stage import StepRefused
 from graftlm.distributed.worker import Call, Worker, WorkerLost, WorkerPool
 from graftlm.engine.executor import AdapterUnavailable, CacheLost, WorkerInfo
+from graftlm.engine.residency import Residency
 from graftlm.engine.scheduler import ScheduledSequence
 from graftlm.errors import AdapterError, EngineClosed
 
@@ -56,17 +55,24 @@ class _Member:
 
 
 class PipelineExecutor:
-    """`Executor` over workers.
+    """`Executor` over workers. They read adapters' weights themselves, and have none that the engine has let go.
 
     Args:
-        plans: of the stages, in order. timeout_seconds: for the answer to a step.
+        plans: of the stages, in order. residency: where the adapters are. timeout_seconds: for the answer to a step.
 
     Raises:
         CheckpointError, ConfigurationError: a stage cannot be loaded.
         EngineClosed: workers are lost while they load.
     """
 
-    def __init__(self, pool: WorkerPool, plans: Sequence[StagePlan], *, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        pool: WorkerPool,
+        plans: Sequence[StagePlan],
+        *,
+        residency: Residency[LoadedAdapter],
+        timeout_seconds: float,
+    ) -> None:
         self._pool = pool
         self._plans = tuple(plans)
         self._timeout_seconds = timeout_seconds
@@ -74,9 +80,7 @@ class PipelineExecutor:
         self._key = StepKey(epoch=0, number=0)
         self._is_ready = False
         self._losses = 0
-        self._held: dict[str, list[Adapter]] = {}
-        # What nobody can ask for any more vanishes from here by itself, and from the stages before the next step.
-        self._known: WeakSet[Adapter] = WeakSet()
+        self._residency = residency
         self._lock = threading.Lock()
         try:
             self.recover()
@@ -89,21 +93,9 @@ class PipelineExecutor:
     def workers(self) -> tuple[WorkerInfo, ...]:
         with self._lock:
             members = sorted(self._members.items())
-        needed = self._needed()
+        needed = self._residency.resident
         running = [self._describe(index, member, needed) for index, member in members]
         return (*running, *self._pool.spares)
-
-    def hold_adapter(self, adapter: Adapter) -> None:
-        self._held.setdefault(adapter.digest, []).append(adapter)
-        with self._lock:
-            self._known.add(adapter)
-
-    def release_adapter(self, adapter: Adapter) -> None:
-        """Stages keep it for as long as its name can ask for it again."""
-        holders = self._held[adapter.digest]
-        holders.remove(adapter)
-        if not holders:
-            del self._held[adapter.digest]
 
     def execute(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
         if not self._is_ready:
@@ -112,7 +104,7 @@ class PipelineExecutor:
             self._forget_adapters()
             for digest in dict.fromkeys(sequence.adapter_digest for sequence in sequences):
                 if digest is not None:
-                    self._ensure_adapter(self._held[digest][0])
+                    self._ensure_adapter(self._residency.weights(digest).adapter)
             output = self._send_through(tuple(sequences))
         except WorkerLost as lost:
             self._is_ready = False
@@ -240,12 +232,8 @@ class PipelineExecutor:
         if failure is not None:
             raise AdapterUnavailable(adapter.digest, failure)
 
-    def _needed(self) -> set[str]:
-        with self._lock:
-            return {adapter.digest for adapter in self._known}
-
     def _forget_adapters(self) -> None:
-        needed = self._needed()
+        needed = self._residency.resident
         for index, member in sorted(self._members.items()):
             if gone := [digest for digest in member.adapters if digest not in needed]:
                 self._answer(index, member.worker.forget_adapters(gone))
@@ -254,9 +242,8 @@ class PipelineExecutor:
 
 
 def _recipe(adapter: Adapter) -> AdapterRecipe:
-    weights = parse_weighted(adapter.name).values() if adapter.parts else (None,)
-    parts = [_part(part, weight) for part, weight in zip(adapter.parts or (adapter,), weights, strict=True)]
-    return AdapterRecipe(name=adapter.name, digest=adapter.digest, parts=tuple(parts))
+    parts = tuple(_part(part, weight) for part, weight in adapter.parts or ((adapter, None),))
+    return AdapterRecipe(name=adapter.name, digest=adapter.digest, parts=parts)
 
 
 def _part(adapter: Adapter, weight: float | None) -> AdapterPart:

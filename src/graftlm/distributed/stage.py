@@ -6,12 +6,12 @@ import logging
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
-from graftlm.adapters import Adapter, load_adapter
-from graftlm.adapters.weighted import combine
+from graftlm.adapters import AdapterWeights, read_weights
+from graftlm.adapters.name import naming
+from graftlm.adapters.weighted import combine_weights
 from graftlm.checkpoint import open_checkpoint
 from graftlm.distributed.messages import (
     AdapterPart,
@@ -25,7 +25,7 @@ from graftlm.distributed.messages import (
 )
 from graftlm.engine.load_options import choose_dtype, load_policy
 from graftlm.engine.span_runner import SpanRunner
-from graftlm.errors import AdapterChanged, GraftError
+from graftlm.errors import AdapterError, GraftError
 from graftlm.layers.patch import ModelPatch, PrefixPatch
 from graftlm.models.base_weights import CheckpointWeights, DecoderWeights
 from graftlm.models.build import build_span
@@ -59,7 +59,7 @@ class Stage:
         )
         self._base = DecoderWeights(self._span, elsewhere=CheckpointWeights(self._checkpoint))
         self._num_blocks = plan.num_blocks
-        self._adapters: dict[str, Adapter] = {}
+        self._adapters: dict[str, AdapterWeights] = {}
         self._runner = self._new_runner()
         self._last = StepKey(epoch=0, number=0)
         self._reply: StageReply | None = None
@@ -82,9 +82,8 @@ class Stage:
         """
         if recipe.digest not in self._adapters:
             parts = [(self._read(part), part.weight) for part in recipe.parts]
-            weighted = [(adapter, weight) for adapter, weight in parts if weight is not None]
-            adapter = combine(recipe.name, weighted) if weighted else parts[0][0]
-            self._adapters[recipe.digest] = self._own_part(adapter)
+            weighted = [(weights, weight) for weights, weight in parts if weight is not None]
+            self._adapters[recipe.digest] = self._own_part(combine_weights(weighted) if weighted else parts[0][0])
         return self._adapters[recipe.digest].num_bytes > 0
 
     def forget_adapters(self, digests: Sequence[str]) -> None:
@@ -111,28 +110,23 @@ class Stage:
     def _new_runner(self) -> SpanRunner:
         return SpanRunner(self._span, num_blocks=self._num_blocks, block_size=self._config.block_size)
 
-    def _read(self, part: AdapterPart) -> Adapter:
-        adapter = load_adapter(
-            part.name,
-            part.source,
-            self._base,
-            max_bytes=self._config.adapter_memory_bytes,
-            allow_pickle=self._config.allow_pickle,
-        )
-        if adapter.digest != part.digest:
-            raise AdapterChanged(
-                f"the files of adapter {part.name} have changed since it was loaded",
-                got=f"digest {adapter.digest[:12]}",
-                allowed=f"digest {part.digest[:12]}",
-                do="unload it and load it again",
+    def _read(self, part: AdapterPart) -> AdapterWeights:
+        try:
+            return read_weights(
+                part.source,
+                part.digest,
+                self._base,
+                max_bytes=self._config.adapter_memory_bytes,
+                allow_pickle=self._config.allow_pickle,
             )
-        return adapter
+        except AdapterError as error:
+            raise naming(part.name, error, hide=part.source) from error
 
-    def _own_part(self, adapter: Adapter) -> Adapter:
-        patch = self._own_patch(adapter.patch)
+    def _own_part(self, weights: AdapterWeights) -> AdapterWeights:
+        patch = self._own_patch(weights.patch)
         # They stay one object where they are one: a sequence is then one segment.
-        is_one = adapter.dormant_patch is adapter.patch
-        return replace(adapter, patch=patch, dormant_patch=patch if is_one else self._own_patch(adapter.dormant_patch))
+        is_one = weights.dormant_patch is weights.patch
+        return AdapterWeights(patch=patch, dormant_patch=patch if is_one else self._own_patch(weights.dormant_patch))
 
     def _own_patch(self, patch: ModelPatch) -> ModelPatch:
         span = self._span

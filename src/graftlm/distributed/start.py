@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from graftlm.adapters import LoadedAdapter
 from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
 from graftlm.distributed.messages import StagePlan
@@ -14,6 +15,7 @@ from graftlm.distributed.pipeline import PipelineExecutor
 from graftlm.distributed.worker import WorkerPool
 from graftlm.engine.cache_plan import plan_cache
 from graftlm.engine.load_options import choose_dtype
+from graftlm.engine.residency import Residency
 from graftlm.engine.served_model import ServedModel
 from graftlm.errors import ConfigurationError
 from graftlm.models.base_weights import CheckpointWeights
@@ -26,7 +28,7 @@ from graftlm.models.read import read_spec
 _CPU = torch.device("cpu")
 
 
-def serve_on_ray(config: EngineConfig, checkpoint: Checkpoint) -> ServedModel:
+def serve_on_ray(config: EngineConfig, checkpoint: Checkpoint, residency: Residency[LoadedAdapter]) -> ServedModel:
     """Load a model into Ray actors, on a cluster that is there or on one started for it on this machine.
 
     Raises:
@@ -40,10 +42,12 @@ def serve_on_ray(config: EngineConfig, checkpoint: Checkpoint) -> ServedModel:
         from graftlm.distributed.ray_workers import RayPool
     except ImportError as cause:
         raise ConfigurationError("workers need Ray", got=str(cause), do="pip install 'graftlm[ray]'") from cause
-    return serve_on_workers(config, checkpoint, RayPool(config))
+    return serve_on_workers(config, checkpoint, residency, RayPool(config))
 
 
-def serve_on_workers(config: EngineConfig, checkpoint: Checkpoint, pool: WorkerPool) -> ServedModel:
+def serve_on_workers(
+    config: EngineConfig, checkpoint: Checkpoint, residency: Residency[LoadedAdapter], pool: WorkerPool
+) -> ServedModel:
     """Load a model into workers of a pool, which is closed with the executor, or if this fails.
 
     Raises:
@@ -71,7 +75,7 @@ def serve_on_workers(config: EngineConfig, checkpoint: Checkpoint, pool: WorkerP
         raise
     stages = [StagePlan(config=config, span=span, num_blocks=plan.num_blocks) for span in spans]
     return ServedModel(
-        executor=PipelineExecutor(pool, stages, timeout_seconds=config.worker_timeout_seconds),
+        executor=PipelineExecutor(pool, stages, residency=residency, timeout_seconds=config.worker_timeout_seconds),
         base=base,
         plan=plan,
         windows=cache_windows(spec),

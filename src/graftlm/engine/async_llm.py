@@ -9,27 +9,33 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from graftlm.adapters import Adapter, AdapterChoice, choice_name
 from graftlm.config import EngineConfig
+from graftlm.engine.adapter_loader import BackgroundLoader
 from graftlm.engine.completion_rate import CompletionRate
 from graftlm.engine.engine import Engine
 from graftlm.engine.executor import WorkerInfo
 from graftlm.engine.job import Job
-from graftlm.engine.memory import return_free_memory
+from graftlm.engine.memory import return_free_memory, trim_heap
 from graftlm.engine.metrics import EngineNumbers, EngineState
 from graftlm.engine.outputs import RequestFailure, RequestOutput
 from graftlm.engine.prompt import Prompt
 from graftlm.engine.request_stream import RequestStream, deadline_exceeded
+from graftlm.engine.residency import ResidencyState
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.errors import EngineClosed, EngineOverloaded, GraftError, InvalidRequest, StepFailed
+from graftlm.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
+Read = TypeVar("Read")
 
 
 class AsyncLLM:
@@ -40,11 +46,16 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        self._engine: Engine | None = Engine(EngineConfig(model=model, **options))
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._engine: Engine | None = Engine(
+            EngineConfig(model=model, **options), make_loader=lambda read: BackgroundLoader(read, self._wake_engine)
+        )
+        # Adapters are read for the first time in a thread of their own: those who wait must not take the threads in
+        # which other requests are tokenised.
+        self._checks = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-checks")
         self.created = int(time.time())
         self._streams: dict[str, RequestStream] = {}
         self._rate = CompletionRate(time.monotonic())
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._accepting = True
         self._stop = False
         self._thread = threading.Thread(target=self._run_or_close, name="graft-engine", daemon=True)
@@ -64,8 +75,13 @@ class AsyncLLM:
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
-        """What is loaded, by name."""
+        """What has been loaded, by name, whether its weights are in memory now or not."""
         return self._open().adapters
+
+    @property
+    def residency(self) -> Mapping[str, ResidencyState]:
+        """Of every adapter that answers, those in `adapter_dir` included, whether its weights are in memory."""
+        return self._open().residency
 
     @property
     def is_alive(self) -> bool:
@@ -121,17 +137,19 @@ class AsyncLLM:
         """Token ids of a text, as a prompt of it would have.
 
         Raises:
-            ModelNotFound
+            ModelNotFound, AdapterError
         """
-        return tuple(await asyncio.to_thread(self._open().tokenizer_of(adapter).encode, text))
+        tokenizer = await self._tokenizer_of(adapter)
+        return tuple(await asyncio.to_thread(tokenizer.encode, text))
 
     async def detokenize(self, token_ids: Sequence[int], *, adapter: str | None = None) -> str:
         """Text of token ids, special tokens left out.
 
         Raises:
-            ModelNotFound
+            ModelNotFound, AdapterError
         """
-        return await asyncio.to_thread(self._open().tokenizer_of(adapter).decode, token_ids)
+        tokenizer = await self._tokenizer_of(adapter)
+        return await asyncio.to_thread(tokenizer.decode, token_ids)
 
     async def apply_chat_template(
         self, messages: Sequence[Message], *, adapter: str | None = None, add_generation_prompt: bool = True
@@ -140,9 +158,9 @@ class AsyncLLM:
 
         Raises:
             InvalidRequest: there is no template, or it refuses the messages.
-            ModelNotFound
+            ModelNotFound, AdapterError
         """
-        encode = self._open().tokenizer_of(adapter).encode_chat
+        encode = (await self._tokenizer_of(adapter)).encode_chat
         return tuple(await asyncio.to_thread(encode, messages, add_generation_prompt=add_generation_prompt))
 
     async def add_request(
@@ -160,7 +178,7 @@ class AsyncLLM:
                 DeadlineExceeded.
 
         Raises:
-            InvalidRequest, ContextLengthExceeded, ModelNotFound, EngineClosed
+            InvalidRequest, ContextLengthExceeded, ModelNotFound, AdapterError, EngineClosed
             EngineOverloaded: `max_queued_requests` are waiting.
             DeadlineExceeded: the prompt alone took that long to check.
         """
@@ -196,7 +214,7 @@ class AsyncLLM:
 
         Raises:
             InvalidRequest, ContextLengthExceeded, ModelNotFound, EngineClosed, EngineOverloaded
-            DeadlineExceeded, StepFailed: no answer came of it.
+            AdapterError, DeadlineExceeded, StepFailed: no answer came of it.
         """
         stream = await self.add_request(prompt, params, adapter=adapter, timeout=timeout)
         return await stream.collect()
@@ -213,7 +231,7 @@ class AsyncLLM:
 
         Raises:
             InvalidRequest, ContextLengthExceeded, ModelNotFound, EngineClosed, EngineOverloaded: before any delta.
-            DeadlineExceeded, StepFailed: at any time.
+            AdapterError: before any delta. DeadlineExceeded, StepFailed: at any time.
         """
         stream = await self.add_request(prompt, params, adapter=adapter, timeout=timeout)
         try:
@@ -222,21 +240,38 @@ class AsyncLLM:
         finally:
             stream.abort()
 
-    async def load_adapter(self, name: str, path: str | Path) -> Adapter:
-        """Load an adapter while requests run; they do not notice.
+    async def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> Adapter:
+        """Load an adapter while requests run; they do not notice. As `LLM.load_adapter`.
+
+        Args:
+            replace: `name` may lead to another adapter until now; requests that were accepted finish with that one,
+                whose memory returns with the last of them.
 
         Raises:
-            AdapterError: a subclass says which file, field or tensor is at fault; nothing is kept then.
+            AdapterError: a subclass says which file, field or tensor is at fault; nothing is changed then.
         """
-        return await asyncio.to_thread(self._open().load_adapter, name, path)
+        return await self._check(partial(self._open().load_adapter, name, path, replace=replace))
 
-    async def unload_adapter(self, name: str) -> None:
+    async def unload_adapter(self, name: str, *, force: bool = False) -> None:
         """Forget an adapter. Requests that run on it finish; its memory returns with the last of them.
+
+        Args:
+            force: end its requests at once, with the finish reason "abort"; its memory is back on return.
 
         Raises:
             ModelNotFound
         """
-        await asyncio.to_thread(self._open().unload_adapter, name)
+        engine = self._open()
+
+        def unload() -> None:
+            adapter = engine.unload_adapter(name)
+            if force:
+                self._commands.put(lambda: self._abort_users(adapter))
+
+        await asyncio.to_thread(unload)
+        if force:
+            await self._commands_taken()
+            await asyncio.to_thread(trim_heap)
 
     async def shutdown(self, *, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, let running ones finish for at most `drain_seconds`, abort the rest, free everything."""
@@ -245,9 +280,11 @@ class AsyncLLM:
             running = [stream.ended() for stream in list(self._streams.values())]
             await asyncio.wait_for(asyncio.gather(*running), drain_seconds)
         self._stop = True
-        self._commands.put(lambda: None)
+        self._wake_engine()
         await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._checks.shutdown)
         engine, self._engine = self._engine, None
+        self._take_commands(wait=False)
         if engine is not None:
             await asyncio.to_thread(engine.close)
         del engine
@@ -280,8 +317,13 @@ class AsyncLLM:
         timeout: float | None,
     ) -> Job:
         chosen = None if adapter is None else choice_name(adapter)
-        # Tokenising a long text takes a while; the event loop must not wait for it.
-        making = asyncio.ensure_future(asyncio.to_thread(engine.make_job, prompt, params, chosen))
+
+        async def make() -> Job:
+            await self._introduce(engine, chosen)
+            # Tokenising a long text takes a while; the event loop must not wait for it.
+            return await asyncio.to_thread(engine.make_job, prompt, params, chosen)
+
+        making = asyncio.ensure_future(make())
         try:
             async with asyncio.timeout(timeout):
                 return await asyncio.shield(making)
@@ -290,6 +332,41 @@ class AsyncLLM:
             if timeout is not None and isinstance(gave_up, TimeoutError):
                 raise deadline_exceeded(timeout) from None
             raise
+
+    async def _check(self, read: Callable[[], Read]) -> Read:
+        """Run what reads an adapter for the first time; those whose turn comes after a shutdown are refused."""
+
+        def read_if_open() -> Read:
+            self._open()
+            return read()
+
+        return await asyncio.get_running_loop().run_in_executor(self._checks, read_if_open)
+
+    async def _introduce(self, engine: Engine, adapter: str | None) -> None:
+        """Have what lies in the adapter folder read before it is used."""
+        if not engine.knows(adapter):
+            await self._check(partial(engine.introduce, adapter))
+
+    async def _tokenizer_of(self, adapter: str | None) -> Tokenizer:
+        engine = self._open()
+        await self._introduce(engine, adapter)
+        return engine.tokenizer_of(adapter)
+
+    def _abort_users(self, adapter: Adapter) -> None:
+        if self._engine is not None:
+            for delta in self._engine.core.abort_users(adapter):
+                self._deliver(delta)
+
+    async def _commands_taken(self) -> None:
+        """Wait until the engine's thread has done what it was told so far."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        self._commands.put(lambda: _wake(loop, done))
+        # Once it has ended, `shutdown` takes what it left.
+        if self._thread.is_alive():
+            await done.wait()
+
+    def _wake_engine(self) -> None:
+        self._commands.put(lambda: None)
 
     def _abort(self, request_id: str) -> None:
         def abort() -> None:
@@ -323,11 +400,12 @@ class AsyncLLM:
         engine = self._engine
         assert engine is not None
         while not self._stop:
-            self._take_commands(wait=not engine.core.has_work)
+            self._take_commands(wait=not engine.core.has_work or engine.core.waits_for_loads)
             if engine.core.has_work:
                 self._step(engine)
         self._take_commands(wait=False)
         self._fail_all(engine, EngineClosed("the engine was shut down before the request finished"))
+        engine.core.close()
 
     def _take_commands(self, *, wait: bool) -> None:
         if wait:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from graftlm.adapters import Adapter
+from graftlm.adapters import AdapterWeights
 from graftlm.engine.scheduler import ScheduledSequence
 from graftlm.kernels import ops
 from graftlm.layers.batch import RaggedBatch
@@ -17,7 +17,7 @@ from graftlm.layers.patch import ModelPatch, Segment
 
 def build_batch(
     sequences: Sequence[ScheduledSequence],
-    adapters: Mapping[str, Adapter],
+    adapters: Mapping[str, AdapterWeights],
     *,
     device: torch.device,
 ) -> RaggedBatch:
@@ -82,7 +82,7 @@ def _per_token(sequences: Sequence[ScheduledSequence], values: Sequence[int], de
 
 
 def _segments(
-    sequences: Sequence[ScheduledSequence], adapters: Mapping[str, Adapter], row_counts: Sequence[int]
+    sequences: Sequence[ScheduledSequence], adapters: Mapping[str, AdapterWeights], row_counts: Sequence[int]
 ) -> tuple[Segment, ...]:
     """Adjacent rows of one patch as one segment. Each sequence contributes its last `row_counts` rows."""
     segments: list[Segment] = []

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from graftlm.adapters import Adapter, AdapterRegistry, active_from
+from graftlm.adapters import Adapter, AdapterRegistry, AdapterWeights, LoadedAdapter, active_from
+from graftlm.engine.adapter_loader import AdapterLoader
 from graftlm.engine.answer import describe_logprobs
 from graftlm.engine.cache_blocks import CacheBlocks
 from graftlm.engine.executor import AdapterUnavailable, CacheLost, Executor
@@ -18,9 +19,10 @@ from graftlm.engine.job import Job, delta
 from graftlm.engine.metrics import EngineMetrics
 from graftlm.engine.outputs import CompletionOutput, RequestFailure, RequestOutput, TokenLogprob
 from graftlm.engine.request import Request
+from graftlm.engine.residency import Residency
 from graftlm.engine.sampler import SampledToken, row_logprobs, sample
-from graftlm.engine.scheduler import ScheduledSequence, Scheduler, SchedulerOutput
-from graftlm.errors import StepFailed
+from graftlm.engine.scheduler import AdapterLoad, ScheduledSequence, Scheduler, SchedulerOutput
+from graftlm.errors import AdapterChanged, AdapterFilesNotFound, GraftError, StepFailed
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +38,30 @@ class EngineCore:
         blocks: CacheBlocks,
         registry: AdapterRegistry,
         metrics: EngineMetrics,
+        residency: Residency[LoadedAdapter],
+        loader: AdapterLoader,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._blocks = blocks
         self._registry = registry
         self._metrics = metrics
+        self._residency = residency
+        self._loader = loader
+        self._num_loading = 0
+        self._is_idle = False
         self._jobs: dict[str, Job] = {}
         self._job_of_request: dict[str, Job] = {}
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        """Whether there are jobs, or loads that have not been seen to end."""
+        return self._scheduler.has_work or self._num_loading > 0
+
+    @property
+    def waits_for_loads(self) -> bool:
+        """Whether the last step had nothing to compute until an adapter is there: the next one has not either."""
+        return self._is_idle and self._num_loading > 0
 
     @property
     def num_running(self) -> int:
@@ -69,8 +83,6 @@ class EngineCore:
 
     def add(self, job: Job) -> None:
         """Start a job. The core gives its adapter back to the registry when the job ends, however it ends."""
-        if job.adapter is not None:
-            self._executor.hold_adapter(job.adapter)
         self._jobs[job.job_id] = job
         for request in job.requests:
             self._job_of_request[request.request_id] = job
@@ -87,34 +99,46 @@ class EngineCore:
         self._retire(job)
         return job.output(*(delta(request) for request in running))
 
+    def abort_users(self, adapter: Adapter) -> list[RequestOutput]:
+        """Stop every job of an adapter, or of a sum it is part of."""
+        users = [job_id for job_id, job in self._jobs.items() if job.uses(adapter)]
+        return [output for job_id in users if (output := self.abort(job_id)) is not None]
+
     def abort_all(self) -> list[str]:
         """Stop every job; their ids."""
         job_ids = list(self._jobs)
         for job_id in job_ids:
             self.abort(job_id)
+        self._end_loads()
         return job_ids
 
     def step(self) -> list[RequestOutput | RequestFailure]:
-        """Compute one step; a delta for each job of which an answer moved.
+        """Compute one step; a delta for each job of which an answer moved, and a failure for each that cannot go on.
 
         If something breaks while the step is computed, memory that cannot be had included, the jobs in it fail and no
         others. What the step may have left half written is nobody's then: a block's content is noted in the prefix
-        cache only after the step that filled it.
+        cache only after the step that filled it. If an adapter cannot be loaded, the jobs that wait for it fail.
         """
+        failures = self._end_loads()
         plan = self._scheduler.schedule()
+        for load in plan.loads:
+            self._start_load(load)
+        self._is_idle = not plan.sequences
         if not plan.sequences:
-            return []
+            return [*failures]
         job_ids = dict.fromkeys(self._job_of_request[sequence.request_id].job_id for sequence in plan.sequences)
         for job_id in job_ids:
             self._metrics.scheduled(self._jobs[job_id])
         begun = time.perf_counter()
         try:
-            return self._compute(plan)
+            return [*failures, *self._compute(plan)]
         except Exception as cause:
             logger.exception("a step failed; the requests in it are given up: %s", ", ".join(job_ids))
             # The frames hold the step's tensors, and the error outlives it.
             traceback.clear_frames(cause.__traceback__)
-            return self._fail(job_ids, cause)
+            error = StepFailed("the engine failed while computing this request", do="send it again")
+            error.__cause__ = cause
+            return [*failures, *self._fail(job_ids, error)]
         finally:
             self._metrics.stepped(time.perf_counter() - begun)
 
@@ -125,7 +149,7 @@ class EngineCore:
             self._start_over()
             return []
         except AdapterUnavailable as unavailable:
-            return self._give_up(unavailable)
+            return [*self._give_up(unavailable)]
         tokens = self._sample(plan, logits)
         token_ids = {name: None if token is None else token.token_id for name, token in tokens.items()}
         moved = self._scheduler.update(plan, token_ids)
@@ -135,44 +159,97 @@ class EngineCore:
             answers.setdefault(job.job_id, []).append(self._answer(job, request, tokens.get(request.request_id)))
         return [self._report(self._jobs[job_id], deltas) for job_id, deltas in answers.items()]
 
-    def _fail(self, job_ids: Iterable[str], cause: Exception) -> list[RequestOutput | RequestFailure]:
-        failures: list[RequestOutput | RequestFailure] = []
+    def _fail(self, job_ids: Iterable[str], error: GraftError) -> list[RequestFailure]:
+        failures = []
         for job_id in job_ids:
             self.abort(job_id)
-            error = StepFailed("the engine failed while computing this request", do="send it again")
-            error.__cause__ = cause
             failures.append(RequestFailure(request_id=job_id, error=error))
         return failures
 
     def logits(self, token_ids: Sequence[int], adapter: Adapter | None) -> Tensor:
         """Logits of every position of one sequence, [T, V] float32, outside any job."""
-        virtual: tuple[int, ...] = ()
-        if adapter is not None:
-            self._executor.hold_adapter(adapter)
-            virtual = adapter.virtual_token_ids
+        if adapter is None:
+            return self._despite_losses(token_ids, None)
+        self._make_resident(adapter)
         try:
-            while True:
-                try:
-                    return self._whole_sequence((*virtual, *token_ids), adapter)[len(virtual) :]
-                except CacheLost:
-                    self._start_over()
-        except AdapterUnavailable as unavailable:
-            raise unavailable.error from unavailable
+            virtual = adapter.virtual_token_ids
+            return self._despite_losses((*virtual, *token_ids), adapter)[len(virtual) :]
         finally:
-            if adapter is not None:
-                self._executor.release_adapter(adapter)
+            self._residency.unpin(adapter.digest)
+
+    def close(self) -> None:
+        """Let go of what runs beside the steps."""
+        self._loader.close()
+
+    def _start_load(self, load: AdapterLoad) -> None:
+        adapter = self._job_of_request[load.request_id].adapter
+        assert adapter is not None
+        # Whoever waits may give up; what is being read must not be forgotten meanwhile.
+        self._registry.hold(adapter)
+        self._num_loading += 1
+        self._loader.start(adapter)
+
+    def _end_loads(self) -> list[RequestFailure]:
+        """Take what was read; give up the jobs that wait for what was not, and no others."""
+        failures: list[RequestFailure] = []
+        for load in self._loader.finished():
+            self._num_loading -= 1
+            if isinstance(load.result, AdapterWeights):
+                loaded = LoadedAdapter(adapter=load.adapter, weights=load.result)
+                self._residency.complete(load.adapter.digest, loaded)
+            else:
+                self._residency.cancel(load.adapter.digest)
+                failures += self._fail_waiting(load.adapter, load.result)
+            self._registry.release(load.adapter)
+        return failures
+
+    def _fail_waiting(self, adapter: Adapter, error: GraftError) -> list[RequestFailure]:
+        waiting = self._scheduler.waiting_for(adapter.digest)
+        self._drop_if_stale(adapter, error)
+        return self._fail(dict.fromkeys(self._job_of_request[request.request_id].job_id for request in waiting), error)
+
+    def _drop_if_stale(self, adapter: Adapter, error: GraftError) -> None:
+        if isinstance(error, AdapterChanged | AdapterFilesNotFound):
+            self._registry.drop_version(adapter)
+
+    def _make_resident(self, adapter: Adapter) -> None:
+        """Pin an adapter while no job runs, loading it first if need be.
+
+        Raises:
+            AdapterError: it cannot be loaded any more.
+        """
+        if self._residency.pin(adapter.digest):
+            return
+        if not self._residency.reserve(adapter.digest, adapter.num_bytes, keep=frozenset(), work={}):
+            raise RuntimeError("jobs are running")
+        try:
+            weights = self._loader.read(adapter)
+        except BaseException:
+            self._residency.cancel(adapter.digest)
+            raise
+        self._residency.complete(adapter.digest, LoadedAdapter(adapter=adapter, weights=weights))
+        self._residency.pin(adapter.digest)
+
+    def _despite_losses(self, token_ids: Sequence[int], adapter: Adapter | None) -> Tensor:
+        while True:
+            try:
+                return self._whole_sequence(token_ids, adapter)
+            except CacheLost:
+                self._start_over()
+            except AdapterUnavailable as unavailable:
+                raise unavailable.error from unavailable
 
     def _start_over(self) -> None:
         """Go on after the cache was lost: what requests have generated so far is known here, and all that is needed."""
         self._scheduler.start_over()
         self._executor.recover()
 
-    def _give_up(self, unavailable: AdapterUnavailable) -> list[RequestOutput | RequestFailure]:
+    def _give_up(self, unavailable: AdapterUnavailable) -> list[RequestFailure]:
         """End the jobs whose adapter cannot be had."""
         users = [job for job in self._jobs.values() if job.adapter and job.adapter.digest == unavailable.digest]
-        for job in users:
-            self.abort(job.job_id)
-        return [RequestFailure(request_id=job.job_id, error=unavailable.error) for job in users]
+        for adapter in {job.adapter for job in users if job.adapter}:
+            self._drop_if_stale(adapter, unavailable.error)
+        return self._fail([job.job_id for job in users], unavailable.error)
 
     def _whole_sequence(self, token_ids: Sequence[int], adapter: Adapter | None) -> Tensor:
         """Logits of every row, computed in chunks of one step each."""
@@ -258,5 +335,4 @@ class EngineCore:
         for request in job.requests:
             del self._job_of_request[request.request_id]
         if job.adapter is not None:
-            self._executor.release_adapter(job.adapter)
             self._registry.release(job.adapter)

@@ -8,11 +8,22 @@ from pathlib import Path
 
 from torch import Tensor
 
-from graftlm.adapters import Adapter, AdapterRegistry, load_adapter
+from graftlm.adapters import (
+    Adapter,
+    AdapterFolder,
+    AdapterRegistry,
+    AdapterWeights,
+    LoadedAdapter,
+    load_adapter,
+    read_weights,
+)
+from graftlm.adapters.name import naming
+from graftlm.adapters.registry import names_in
 from graftlm.adapters.text import AdapterTexts
-from graftlm.adapters.weighted import is_weighted
+from graftlm.adapters.weighted import combine_weights, is_weighted
 from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
+from graftlm.engine.adapter_loader import AdapterLoader, InlineLoader, ReadWeights
 from graftlm.engine.base import load_text
 from graftlm.engine.block_pool import BlockPool
 from graftlm.engine.cache_blocks import CacheBlocks, CacheGroup
@@ -21,20 +32,23 @@ from graftlm.engine.executor import WorkerInfo
 from graftlm.engine.job import Job
 from graftlm.engine.memory import trim_heap
 from graftlm.engine.metrics import EngineMetrics, EngineState
+from graftlm.engine.policy import FairShare, FirstComeFirstServed
 from graftlm.engine.prompt import Prompt, PromptChecker
+from graftlm.engine.residency import Residency, ResidencyState
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.engine.scheduler import Scheduler
 from graftlm.engine.served_model import ServedModel, serve_here
-from graftlm.errors import AdapterError
+from graftlm.errors import AdapterError, AdapterMemoryExceeded, ConfigurationError
 from graftlm.text import Tokenizer
 
-LoadModel = Callable[[EngineConfig, Checkpoint], ServedModel]
+LoadModel = Callable[[EngineConfig, Checkpoint, Residency[LoadedAdapter]], ServedModel]
 
 
 class Engine:
     """A loaded base model, its adapters by name, and the core that runs jobs on them.
 
     Args:
+        make_loader: how weights that are not in memory are read, given what reads one adapter's.
         load: makes the model ready; default: here, or on the workers the config asks for.
 
     Raises:
@@ -43,23 +57,31 @@ class Engine:
         AdapterError: one of the adapters to start with cannot be served; nothing is left loaded.
     """
 
-    def __init__(self, config: EngineConfig, *, load: LoadModel | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        make_loader: Callable[[ReadWeights], AdapterLoader] = InlineLoader,
+        load: LoadModel | None = None,
+    ) -> None:
         load = load or _load
         self.config = config
         self.model_name = config.name or Path(config.model).name.removesuffix(".gguf")
+        self._folder = None if config.adapter_dir is None else _adapter_folder(config.adapter_dir)
+        self._residency: Residency[LoadedAdapter] = Residency(config.adapter_memory_bytes)
+        self.registry = AdapterRegistry(base_name=self.model_name, forget=self._residency.discard, folder=self._folder)
+        self._checking = threading.Lock()
         checkpoint = open_checkpoint(config.model)
-        model = load(config, checkpoint)
+        model = load(config, checkpoint, self._residency)
         self._executor = model.executor
         base = load_text(checkpoint, model.vocab_size)
         checkpoint.close()
         self.tokenizer = base.tokenizer
         self.max_model_len = model.plan.max_model_len
-        self.registry = AdapterRegistry(base_name=self.model_name, max_bytes=config.adapter_memory_bytes)
         self._base = model.base
-        self._loading = threading.Lock()
         self._texts = AdapterTexts(self.tokenizer, base.folder)
         self.metrics = EngineMetrics(base_name=self.model_name)
-        self.core = _core(config, model, self.registry, self.metrics)
+        self.core = _core(config, model, self.registry, self.metrics, self._residency, make_loader(self._read_weights))
         self._checker = PromptChecker(
             self.tokenizer,
             vocab_size=model.vocab_size,
@@ -89,67 +111,167 @@ class Engine:
     @property
     def state(self) -> EngineState:
         """How full it is now. Any thread may ask."""
-        adapters = self.adapters.values()
         return EngineState(
             num_running=self.core.num_running,
             num_waiting=self.core.num_waiting,
             num_free_blocks=self.core.num_free_blocks,
             num_blocks=self.core.num_blocks,
-            num_adapters=len(adapters),
-            adapter_bytes=sum(adapter.num_bytes for adapter in adapters),
+            num_adapters=len(self._residency.resident),
+            adapter_bytes=self._residency.max_bytes - self._residency.free_bytes,
         )
 
-    def load_adapter(self, name: str, source: str | Path) -> Adapter:
+    @property
+    def residency(self) -> Mapping[str, ResidencyState]:
+        """Of every name that answers, whether its weights are in memory."""
+        known = self.registry.adapters
+        return {
+            name: self._residency.state(known[name].digest) if name in known else "absent"
+            for name in self.registry.names
+        }
+
+    def load_adapter(self, name: str, source: str | Path, *, replace: bool = False) -> Adapter:
         """Read, check and register an adapter. Safe to call from any thread: running jobs do not notice.
+
+        It is checked beside `adapter_memory_bytes`, one adapter at a time, and kept in memory if there is room:
+        nothing is evicted but for a request.
+
+        Args:
+            replace: the name may lead to another adapter already; what is accepted runs on with that one.
 
         Raises:
             AdapterError: says which adapter, and what is wrong; nothing is kept of it then.
         """
-        # One at a time: each load sees what the last one left of the memory, and no name is read twice at once.
-        with self._loading:
-            self.registry.check_name(name)
+        with self._checking:
+            self.registry.check_name(name, replace=replace)
             try:
-                adapter = load_adapter(
-                    name,
-                    source,
-                    self._base,
-                    max_bytes=self.registry.free_bytes,
-                    allow_pickle=self.config.allow_pickle,
-                    texts=self._texts,
-                )
+                loaded = self._load(name, source)
             except AdapterError as error:
-                what = f"adapter {name}: {error.what}"
-                raise type(error)(what, got=error.got, allowed=error.allowed, do=error.do) from error
-            self.registry.add(adapter)
-        return adapter
+                raise naming(name, error) from error
+            self.registry.add(loaded.adapter, replace=replace)
+            self._keep(loaded)
+            if replace:
+                trim_heap()
+        return loaded.adapter
+
+    def knows(self, model: str | None) -> bool:
+        """Whether all adapters that a model name speaks of have been read, or there is none of that name anyway.
+
+        Raises:
+            InvalidRequest: it looks like a weighted sum and is none.
+        """
+        if model is None or self._folder is None:
+            return True
+        return all(self.registry.has_read(name) or self._folder.locate(name) is None for name in names_in(model))
+
+    def introduce(self, model: str | None) -> None:
+        """Read the adapters that a model name speaks of and that so far only lie in the adapter folder.
+
+        Raises:
+            AdapterError: one of them cannot be served. It can once its files are good.
+        """
+        if model is None or self._folder is None:
+            return
+        for name in names_in(model):
+            # One at a time: of many requests for one adapter, one reads it.
+            with self._checking:
+                path = self._folder.locate(name)
+                if self.registry.has_read(name) or path is None:
+                    continue
+                try:
+                    self._folder.check_contained(path)
+                    loaded = self._load(name, path)
+                except AdapterError as error:
+                    raise naming(name, error, hide=path) from error
+                self.registry.introduce(loaded.adapter)
+                self._keep(loaded)
+
+    def _load(self, name: str, source: str | Path) -> LoadedAdapter:
+        max_bytes = self._residency.max_bytes
+        loaded = load_adapter(
+            name,
+            source,
+            self._base,
+            max_bytes=max_bytes,
+            allow_pickle=self.config.allow_pickle,
+            texts=self._texts,
+        )
+        self._check_fits(loaded.adapter)
+        return loaded
+
+    def _keep(self, loaded: LoadedAdapter) -> None:
+        """Have the weights that were read ready for the first request, if there is room."""
+        self._residency.offer(loaded.adapter.digest, loaded.adapter.num_bytes, loaded)
+
+    def _check_fits(self, adapter: Adapter) -> None:
+        if adapter.num_bytes > self._residency.max_bytes:
+            raise AdapterMemoryExceeded(
+                "the weights are larger than adapter_memory_bytes",
+                got=f"{adapter.num_bytes} bytes",
+                allowed=f"{self._residency.max_bytes} bytes",
+                do="raise adapter_memory_bytes",
+            )
+
+    def _read_weights(self, adapter: Adapter) -> AdapterWeights:
+        """The weights of a known adapter, or of a sum of them, as they were when it was loaded.
+
+        Raises:
+            AdapterError
+        """
+        if adapter.source is None:
+            return combine_weights([(self._weights_of_part(part), weight) for part, weight in adapter.parts])
+        try:
+            return read_weights(
+                adapter.source,
+                adapter.digest,
+                self._base,
+                max_bytes=self._residency.max_bytes,
+                allow_pickle=self.config.allow_pickle,
+            )
+        except AdapterError as error:
+            raise naming(adapter.name, error, hide=adapter.source) from error
+
+    def _weights_of_part(self, part: Adapter) -> AdapterWeights:
+        """From memory if they are there, and without making them stay."""
+        if not self._residency.pin(part.digest):
+            return self._read_weights(part)
+        try:
+            return self._residency.weights(part.digest).weights
+        finally:
+            self._residency.unpin(part.digest)
 
     def tokenizer_of(self, adapter: str | None) -> Tokenizer:
         """The tokenizer that serves an adapter, or the base, whose tokenizer serves weighted sums too.
 
         Raises:
-            ModelNotFound
+            ModelNotFound, AdapterError
         """
         if adapter is None or is_weighted(adapter):
             return self.tokenizer
+        self.introduce(adapter)
         own = self.registry.get(adapter).text.tokenizer
         return self.tokenizer if own is None else own
 
-    def unload_adapter(self, name: str) -> None:
+    def unload_adapter(self, name: str) -> Adapter:
         """Take an adapter's name away. Running jobs finish with it; its memory returns with the last of them.
+
+        What lies in the adapter folder is forgotten, and read again when it is asked for.
+
+        Returns: what the name led to.
 
         Raises:
             ModelNotFound
         """
-        self.registry.remove(name)
+        adapter = self.registry.remove(name)
         trim_heap()
+        return adapter
 
     def make_job(self, prompt: Prompt, params: SamplingParams, adapter: str | None) -> Job:
         """A checked job that holds its adapter. It goes to the core, which lets go when the job ends, or to `discard`.
 
         Raises:
-            InvalidRequest, ContextLengthExceeded, ModelNotFound
+            InvalidRequest, ContextLengthExceeded, ModelNotFound, AdapterError
         """
-        held = None if adapter is None else self.registry.acquire(adapter)
+        held = self._acquire(adapter)
         try:
             return self._checker.job(prompt, params, held)
         except BaseException:
@@ -166,17 +288,43 @@ class Engine:
         """Logits of every position of a prompt, [T, V] float32. Not while jobs are running.
 
         Raises:
-            InvalidRequest, ContextLengthExceeded, ModelNotFound
+            InvalidRequest, ContextLengthExceeded, ModelNotFound, AdapterError
         """
-        held = None if adapter is None else self.registry.acquire(adapter)
+        held = self._acquire(adapter)
         try:
             return self.core.logits(self._checker.token_ids(prompt, held), held)
         finally:
             if held is not None:
                 self.registry.release(held)
 
+    def _acquire(self, model: str | None) -> Adapter | None:
+        if model is None:
+            return None
+        self.introduce(model)
+        adapter = self.registry.acquire(model)
+        try:
+            self._check_fits(adapter)
+        except AdapterMemoryExceeded as error:
+            self.registry.release(adapter)
+            raise naming(adapter.name, error) from error
+        return adapter
 
-def _core(config: EngineConfig, model: ServedModel, registry: AdapterRegistry, metrics: EngineMetrics) -> EngineCore:
+
+def _adapter_folder(folder: str | Path) -> AdapterFolder:
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigurationError("adapter_dir is not a folder", got=path)
+    return AdapterFolder(path)
+
+
+def _core(
+    config: EngineConfig,
+    model: ServedModel,
+    registry: AdapterRegistry,
+    metrics: EngineMetrics,
+    residency: Residency[LoadedAdapter],
+    loader: AdapterLoader,
+) -> EngineCore:
     groups = [
         CacheGroup(window=window, pool=BlockPool(num_blocks))
         for window, num_blocks in zip(model.windows, model.plan.num_blocks, strict=True)
@@ -184,17 +332,27 @@ def _core(config: EngineConfig, model: ServedModel, registry: AdapterRegistry, m
     blocks = CacheBlocks(groups, block_size=config.block_size, chunk_tokens=config.chunk_tokens)
     scheduler = Scheduler(
         blocks,
+        residency=residency,
+        policy=FairShare(config.fair_shares) if config.scheduling == "fair" else FirstComeFirstServed(),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         prefix_cache=config.prefix_cache,
         length_regimes=model.length_regimes,
     )
-    return EngineCore(scheduler=scheduler, executor=model.executor, blocks=blocks, registry=registry, metrics=metrics)
+    return EngineCore(
+        scheduler=scheduler,
+        executor=model.executor,
+        blocks=blocks,
+        registry=registry,
+        metrics=metrics,
+        residency=residency,
+        loader=loader,
+    )
 
 
-def _load(config: EngineConfig, checkpoint: Checkpoint) -> ServedModel:
+def _load(config: EngineConfig, checkpoint: Checkpoint, residency: Residency[LoadedAdapter]) -> ServedModel:
     if config.workers is None:
-        return serve_here(config, checkpoint)
+        return serve_here(config, checkpoint, residency)
     from graftlm.distributed.start import serve_on_ray
 
-    return serve_on_ray(config, checkpoint)
+    return serve_on_ray(config, checkpoint, residency)

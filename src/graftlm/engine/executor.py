@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
 
-from graftlm.adapters import Adapter
+from graftlm.adapters import LoadedAdapter
+from graftlm.engine.residency import Residency
 from graftlm.engine.scheduler import ScheduledSequence
 from graftlm.engine.span_runner import SpanRunner
 from graftlm.errors import AdapterError
@@ -47,23 +47,16 @@ class AdapterUnavailable(Exception):
 
 
 class Executor(Protocol):
-    """Holds the model, the KV cache and the adapters that running requests use. Used by one thread at a time."""
+    """Holds the model and the KV cache. Used by one thread at a time."""
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
         """The processes it computes in, if they are others. May be read from any thread."""
         ...
 
-    def hold_adapter(self, adapter: Adapter) -> None:
-        """Keep an adapter for one more user. Equal digests are equal weights, under whatever name."""
-        ...
-
-    def release_adapter(self, adapter: Adapter) -> None:
-        """One user fewer."""
-        ...
-
     def execute(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
-        """Compute the sequences' tokens; logits of the rows that want them, [N, V] float32, in the given order.
+        """Compute the sequences' tokens, whose adapters are pinned; logits of the rows that want them, [N, V] float32,
+        in the given order.
 
         Raises:
             CacheLost, AdapterUnavailable
@@ -84,26 +77,23 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
-    """Executes in this process."""
+    """Executes in this process.
+
+    Args:
+        residency: where the adapters are.
+    """
 
     workers: tuple[WorkerInfo, ...] = ()
 
-    def __init__(self, runner: SpanRunner) -> None:
+    def __init__(self, runner: SpanRunner, residency: Residency[LoadedAdapter]) -> None:
         self._runner = runner
-        self._adapters: dict[str, Adapter] = {}
-        self._users: Counter[str] = Counter()
-
-    def hold_adapter(self, adapter: Adapter) -> None:
-        self._adapters.setdefault(adapter.digest, adapter)
-        self._users[adapter.digest] += 1
-
-    def release_adapter(self, adapter: Adapter) -> None:
-        self._users[adapter.digest] -= 1
-        if self._users[adapter.digest] == 0:
-            del self._users[adapter.digest], self._adapters[adapter.digest]
+        self._residency = residency
 
     def execute(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
-        return self._runner.run(sequences, self._adapters)
+        digests = {sequence.adapter_digest for sequence in sequences}
+        return self._runner.run(
+            sequences, {digest: self._residency.weights(digest).weights for digest in digests if digest is not None}
+        )
 
     def recover(self) -> None:
         pass

@@ -43,6 +43,11 @@ class Job:
         """How many of the prompt's tokens, as sent, were in the cache when its first answer began."""
         return min(self.requests[0].num_cached_tokens or 0, len(self.prompt_token_ids))
 
+    def uses(self, adapter: Adapter) -> bool:
+        """Whether the adapter, or a sum it is part of, computes this."""
+        own = self.adapter
+        return own is not None and (own is adapter or any(part is adapter for part, _ in own.parts))
+
     def output(self, *deltas: CompletionOutput) -> RequestOutput:
         """What moved, as callers see it. The prompt's log-probabilities come once, with the first delta."""
         prompt_logprobs = None if self.prompt_was_reported else tuple(self.prompt_logprobs) or None

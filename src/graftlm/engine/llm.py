@@ -18,6 +18,7 @@ from graftlm.engine.memory import return_free_memory
 from graftlm.engine.metrics import EngineNumbers
 from graftlm.engine.outputs import OutputCollector, RequestFailure, RequestOutput
 from graftlm.engine.prompt import Prompt
+from graftlm.engine.residency import ResidencyState
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.errors import EngineClosed, InvalidRequest
 
@@ -63,8 +64,13 @@ class LLM:
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
-        """What is loaded, by name."""
+        """What has been loaded, by name, whether its weights are in memory now or not."""
         return self._open().adapters
+
+    @property
+    def residency(self) -> Mapping[str, ResidencyState]:
+        """Of every adapter that answers, those in `adapter_dir` included, whether its weights are in memory."""
+        return self._open().residency
 
     @property
     def model_name(self) -> str:
@@ -91,6 +97,7 @@ class LLM:
 
         Raises:
             InvalidRequest, ContextLengthExceeded, ModelNotFound: nothing is generated then.
+            AdapterError: an adapter cannot be read, or not any more.
             StepFailed: something broke while the answers were computed; its cause says what.
         """
         many = [prompts] if isinstance(prompts, str | dict) else list(prompts)
@@ -145,7 +152,7 @@ class LLM:
         """Logits of every position, [T, V] float32: row t predicts token t + 1.
 
         Raises:
-            InvalidRequest, ContextLengthExceeded, ModelNotFound
+            InvalidRequest, ContextLengthExceeded, ModelNotFound, AdapterError
         """
         with self._running() as engine:
             return engine.token_logits(
@@ -157,13 +164,18 @@ class LLM:
         """What was done so far."""
         return self._open().metrics.read()
 
-    def load_adapter(self, name: str, path: str | Path) -> Adapter:
+    def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> Adapter:
         """Load a PEFT adapter from a folder, weights file or hub id; it answers to `name` from now on.
 
+        Its weights stay in memory if there is room, and are read again from where they lie whenever they are needed.
+
+        Args:
+            replace: `name` may lead to another adapter until now.
+
         Raises:
-            AdapterError: a subclass says which file, field or tensor is at fault; nothing is kept then.
+            AdapterError: a subclass says which file, field or tensor is at fault; nothing is changed then.
         """
-        return self._open().load_adapter(name, path)
+        return self._open().load_adapter(name, path, replace=replace)
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter and free its memory.

@@ -69,7 +69,7 @@ class EngineNumbers:
 class EngineState:
     """How full an engine is.
 
-    num_running, num_waiting: answers. num_adapters, adapter_bytes: of those that are loaded.
+    num_running, num_waiting: answers. num_adapters: in memory. adapter_bytes: of those, and of what is being read.
     """
 
     num_running: int

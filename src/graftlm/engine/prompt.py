@@ -98,6 +98,8 @@ class PromptChecker:
                 stop_token_ids=stop_token_ids,
                 seed=seed,
                 adapter_digest=None if adapter is None else adapter.digest,
+                adapter_bytes=0 if adapter is None else adapter.num_bytes,
+                tenant="" if adapter is None else adapter.name,
                 active_from=start,
                 dormant_digest=None if adapter is None else adapter.dormant_digest,
                 num_virtual_tokens=len(virtual),

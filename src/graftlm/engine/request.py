@@ -18,7 +18,9 @@ class Request:
     index: which of the n answers this is.
     prompt_token_ids: what is computed before the answer, the adapter's virtual tokens first.
     num_virtual_tokens: how many of those are virtual: nobody sent them, they have no text and are never chosen.
-    adapter_digest: which adapter computes it; None is the base.
+    adapter_digest: which adapter computes it; None is the base. adapter_bytes: memory that adapter's weights take.
+    tenant: whose share of a fair schedule it uses up: the adapter's name, "" for the base.
+    arrival: its number in the order in which requests came to the scheduler.
     active_from: position from which the adapter is active: 0 but for an activated LoRA. dormant_digest: whose weights
         compute what is before it; None is the base.
     stop_token_ids: ids that end it, the model's own end tokens included.
@@ -38,6 +40,9 @@ class Request:
     stop_token_ids: frozenset[int]
     seed: int
     adapter_digest: str | None = None
+    adapter_bytes: int = 0
+    tenant: str = ""
+    arrival: int = 0
     active_from: int = 0
     dormant_digest: str | None = None
     num_virtual_tokens: int = 0
@@ -62,6 +67,11 @@ class Request:
     def num_pending_tokens(self) -> int:
         """Tokens known but not yet computed: the whole prompt at first, one while decoding."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Most tokens still to compute: those that are pending and those that may be generated."""
+        return self.num_pending_tokens + self.max_tokens - len(self.output_token_ids)
 
     @property
     def wants_prompt_logits(self) -> bool:

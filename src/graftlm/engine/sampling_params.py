@@ -34,6 +34,7 @@ class SamplingParams:
         stop: strings that end the answer; they never appear in it, not even in part.
         stop_token_ids: ids that end the answer beside the model's own end tokens; never part of the text.
         ignore_eos: do not stop at the model's end tokens.
+        priority: of the request; lower is served first.
         n: independent answers to one prompt.
         logprobs: per generated token, its log-probability and those of the k best; 0 for the token alone.
         prompt_logprobs: the same for the prompt's tokens.
@@ -56,6 +57,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    priority: int = 0
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -83,6 +85,7 @@ class SamplingParams:
             "min_tokens": (0, largest),
             "top_k": (0, largest),
             "seed": (-(2**63), 2**64 - 1),
+            "priority": (-largest, largest),
             "n": (1, MAX_N),
             "logprobs": (0, MAX_LOGPROBS),
             "prompt_logprobs": (0, MAX_LOGPROBS),

@@ -6,15 +6,17 @@ budget allows. Chunked prefill, decoding and resuming after preemption are the s
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 from graftlm.engine.block_hashes import extend_hashes
 from graftlm.engine.block_pool import BlockHash, BlockId
 from graftlm.engine.cache_blocks import CacheBlocks
 from graftlm.engine.outputs import FinishReason
+from graftlm.engine.policy import SchedulingPolicy
 from graftlm.engine.request import Request
+from graftlm.engine.residency import Residency
 from graftlm.models.length_regimes import LengthRegimes, Regime
 
 # A prompt whose every row needs logits goes in small chunks: 64 rows of a 256k vocabulary are 67 MB in float32.
@@ -49,18 +51,39 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterLoad:
+    """An adapter to load now, for which there is room. request_id: of the first request that waits for it."""
+
+    digest: str
+    request_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class SchedulerOutput:
-    """One step. Base rows come first, then each adapter's sequences together, so an adapter is one segment."""
+    """One step. Base rows come first, then each adapter's sequences together, so an adapter is one segment.
+
+    loads: what has to be loaded before some of the waiting requests can run.
+    """
 
     sequences: tuple[ScheduledSequence, ...]
+    loads: tuple[AdapterLoad, ...] = ()
 
 
 class Scheduler:
-    """First come, first served; decodes before prompts; preemption by recomputing.
+    """Decodes before prompts; waiting requests in the policy's order; preemption by recomputing.
 
     With a prefix cache, a request that arrives while another computes the beginning they share waits for it.
 
+    A request pins its adapter while it runs, and only then. One whose adapter is not resident is passed over, and the
+    adapter loaded as soon as there is room. If what is pinned is in the way, nothing more is admitted for the adapters
+    that have the least left to do, as many of them as the room takes, until they have gone. So traffic for others
+    cannot keep an adapter out: while a request is the first that waits for an absent adapter, the most that those in
+    its way have left to do falls with every step in which they compute, and all of them do by the time the prompts
+    before theirs are through. With S sequences at once that compute at most W tokens each, they have gone after at
+    most S * W steps, and once loaded, the request runs in at most S * W more.
+
     Args:
+        residency: which adapters are in memory. policy: whose turn it is.
         max_num_seqs: sequences in one step, never more than `max_num_batched_tokens`: every running sequence can then
             decode one token in every step.
         max_num_batched_tokens: tokens in one step.
@@ -72,19 +95,25 @@ class Scheduler:
         self,
         blocks: CacheBlocks,
         *,
+        residency: Residency[Any],
+        policy: SchedulingPolicy,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         prefix_cache: bool,
         length_regimes: LengthRegimes,
     ) -> None:
         self._blocks = blocks
+        self._residency = residency
+        self._policy = policy
         self._prefix_cache = prefix_cache
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._length_regimes = length_regimes
-        self._waiting: deque[Request] = deque()
+        self._waiting: dict[str, Request] = {}
+        # In the order of their admission.
         self._running: list[Request] = []
         self._requests: dict[str, Request] = {}
+        self._num_arrived = 0
 
     @property
     def has_work(self) -> bool:
@@ -101,12 +130,19 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Its prompt and output fit the cache: the engine's context length is capped by it."""
         request.block_tables = self._blocks.empty_tables()
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        self._waiting[request.request_id] = request
+        self._policy.arrived(request)
 
     def get(self, request_id: str) -> Request:
         """An unfinished request."""
         return self._requests[request_id]
+
+    def waiting_for(self, digest: str) -> list[Request]:
+        """The waiting requests of an adapter."""
+        return [request for request in self._waiting.values() if request.adapter_digest == digest]
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str | int | None = None) -> None:
         """End a request, wherever it is, and free its blocks. Unknown and finished ids are fine."""
@@ -114,11 +150,13 @@ class Scheduler:
         if request is None:
             return
         request.finish_reason, request.stop_reason = reason, stop_reason
-        if request in self._running:
-            self._running.remove(request)
+        if request_id in self._waiting:
+            del self._waiting[request_id]
         else:
-            self._waiting.remove(request)
+            self._running.remove(request)
+            self._unpin(request)
         self._blocks.release(request.block_tables)
+        self._policy.left(request)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens and give them blocks."""
@@ -129,13 +167,14 @@ class Scheduler:
             if request not in self._running:
                 continue  # preempted a moment ago to make room for another
             if self._reserve(request, spare=scheduled) and (count := self._chunk(request, budget)):
-                scheduled[request.request_id] = count
+                self._plan(request, count, scheduled)
                 budget -= count
-        budget = self._admit(budget, scheduled)
+        loads, closed = self._make_room()
+        self._admit(budget, scheduled, closed)
         sequences = [self._sequence(request, scheduled[request.request_id]) for request in self._in_step(scheduled)]
         # Stable: within an adapter the order of arrival stays.
         sequences.sort(key=lambda sequence: sequence.adapter_digest or "")
-        return SchedulerOutput(sequences=tuple(sequences))
+        return SchedulerOutput(sequences=tuple(sequences), loads=tuple(loads))
 
     def start_over(self) -> None:
         """Forget what the cache holds, for everybody: running requests are computed anew from their first token."""
@@ -189,34 +228,79 @@ class Scheduler:
         elif len(request.output_token_ids) >= request.max_tokens:
             self.finish(request.request_id, "length")
 
-    def _admit(self, budget: int, scheduled: dict[str, int]) -> int:
+    def _make_room(self) -> tuple[list[AdapterLoad], Set[str]]:
+        """Begin loading the adapters that waiting requests need and that find room.
+
+        An adapter that finds none is not overtaken by those that are needed later, and does not push out those that are
+        needed before.
+
+        Returns: what to load, and the adapters for which nothing may be admitted, so that they go.
+        """
+        loads: list[AdapterLoad] = []
+        needed: set[str] = set()
+        for request in self._policy.order(self._waiting.values()):
+            digest = request.adapter_digest
+            if digest is None or digest in needed:
+                continue
+            if self._residency.state(digest) == "absent":
+                work = self._work_left()
+                if not self._residency.reserve(digest, request.adapter_bytes, keep=needed, work=work):
+                    return loads, self._residency.in_the_way(request.adapter_bytes, keep=needed, work=work)
+                loads.append(AdapterLoad(digest=digest, request_id=request.request_id))
+            needed.add(digest)
+        return loads, frozenset()
+
+    def _work_left(self) -> dict[str, int]:
+        """By adapter, the most tokens that one of its running requests has left."""
+        work: dict[str, int] = {}
+        for request in self._running:
+            if request.adapter_digest is not None:
+                left = max(work.get(request.adapter_digest, 0), request.num_remaining_tokens)
+                work[request.adapter_digest] = left
+        return work
+
+    def _admit(self, budget: int, scheduled: dict[str, int], closed: Set[str]) -> None:
         """Let waiting requests run while there is budget, room in the step, and blocks for all they have."""
         if not self._waiting:
-            return budget
+            return
         being_computed = self._being_computed()
-        held_back: list[Request] = []
-        while self._waiting and budget > 0 and len(self._running) < self._max_num_seqs:
-            request = self._waiting[0]
+        for request in self._policy.order(self._waiting.values()):
+            if budget <= 0 or len(self._running) >= self._max_num_seqs:
+                break
+            if request.adapter_digest in closed or not self._pin(request):
+                continue
             num_cached = self._share_prefix(request)
             if self._awaits(request, being_computed):
                 self._blocks.release(request.block_tables)
-                held_back.append(self._waiting.popleft())
+                self._unpin(request)
                 continue
             request.num_computed_tokens = num_cached
             if not self._fits(request):
                 self._blocks.release(request.block_tables)
+                self._unpin(request)
                 request.num_computed_tokens = 0
                 break
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = num_cached
-            self._waiting.popleft()
+            del self._waiting[request.request_id]
             self._running.append(request)
             self._extend(request)
             being_computed.update(self._uncomputed(request))
-            scheduled[request.request_id] = count = self._chunk(request, budget)
+            count = self._chunk(request, budget)
+            self._plan(request, count, scheduled)
             budget -= count
-        self._waiting.extendleft(reversed(held_back))
-        return budget
+
+    def _plan(self, request: Request, count: int, scheduled: dict[str, int]) -> None:
+        scheduled[request.request_id] = count
+        self._policy.served(request, count)
+
+    def _pin(self, request: Request) -> bool:
+        """Keep a request's adapter in memory; False when it is not there. The base is."""
+        return request.adapter_digest is None or self._residency.pin(request.adapter_digest)
+
+    def _unpin(self, request: Request) -> None:
+        if request.adapter_digest is not None:
+            self._residency.unpin(request.adapter_digest)
 
     def _share_prefix(self, request: Request) -> int:
         """Give a waiting request what the cache has of its tokens; how many that are. Its last token is computed
@@ -258,7 +342,7 @@ class Scheduler:
         return min(request.num_pending_tokens, budget, limit)
 
     def _reserve(self, request: Request, spare: Mapping[str, int]) -> bool:
-        """Blocks for a running request's next chunk, preempting the youngest others if need be.
+        """Blocks for a running request's next chunk, preempting others if need be, the least urgent and youngest first.
 
         Args:
             spare: requests already in this step, which are not preempted.
@@ -267,7 +351,7 @@ class Scheduler:
         """
         while not self._fits(request):
             victims = [other for other in self._running if other.request_id not in spare]
-            victim = victims[-1]
+            victim = max(reversed(victims), key=lambda other: other.params.priority)
             self._preempt(victim)
             if victim is request:
                 return False
@@ -276,8 +360,9 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
+        self._unpin(request)
         self._start_over(request)
-        self._waiting.appendleft(request)
+        self._waiting[request.request_id] = request
 
     def _start_over(self, request: Request) -> None:
         self._blocks.release(request.block_tables)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graftlm.adapters import LoadedAdapter
 from graftlm.checkpoint import Checkpoint
 from graftlm.config import EngineConfig
 from graftlm.engine.base import load_decoder
 from graftlm.engine.cache_plan import CachePlan, plan_cache
 from graftlm.engine.executor import Executor, LocalExecutor
+from graftlm.engine.residency import Residency
 from graftlm.engine.span_runner import SpanRunner
 from graftlm.models.base_weights import BaseWeights, DecoderWeights
 from graftlm.models.length_regimes import LengthRegimes
@@ -29,8 +31,11 @@ class ServedModel:
     vocab_size: int
 
 
-def serve_here(config: EngineConfig, checkpoint: Checkpoint) -> ServedModel:
+def serve_here(config: EngineConfig, checkpoint: Checkpoint, residency: Residency[LoadedAdapter]) -> ServedModel:
     """Load a model into this process.
+
+    Args:
+        residency: where the adapters are.
 
     Raises:
         ConfigurationError, CheckpointError
@@ -45,7 +50,9 @@ def serve_here(config: EngineConfig, checkpoint: Checkpoint) -> ServedModel:
         device=decoder.device,
     )
     return ServedModel(
-        executor=LocalExecutor(SpanRunner(decoder, num_blocks=plan.num_blocks, block_size=config.block_size)),
+        executor=LocalExecutor(
+            SpanRunner(decoder, num_blocks=plan.num_blocks, block_size=config.block_size), residency
+        ),
         base=DecoderWeights(decoder),
         plan=plan,
         windows=decoder.windows,

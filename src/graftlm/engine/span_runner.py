@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from graftlm.adapters import Adapter
+from graftlm.adapters import AdapterWeights
 from graftlm.engine.batch_builder import build_batch, build_key_values
 from graftlm.engine.block_pool import BlockId
 from graftlm.engine.scheduler import ScheduledSequence
@@ -26,7 +26,10 @@ class SpanRunner:
 
     @torch.inference_mode()
     def run(
-        self, sequences: Sequence[ScheduledSequence], adapters: Mapping[str, Adapter], hidden: Tensor | None = None
+        self,
+        sequences: Sequence[ScheduledSequence],
+        adapters: Mapping[str, AdapterWeights],
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """Compute the sequences' tokens.
 

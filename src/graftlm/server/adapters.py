@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from graftlm.adapters import Adapter
+from graftlm.adapters.folder import lies_below
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.errors import AdapterError, AdapterFilesNotFound, ConfigurationError, InvalidRequest, ModelNotFound
 from graftlm.server.errors import error_reply
@@ -54,11 +55,11 @@ class AdapterRoots:
             candidates = [(folder / path).resolve() for folder in self._folders]
             inside = [candidate for candidate in candidates if self._allows(candidate)]
             present = [candidate for candidate in inside if candidate.exists()]
-            contents = [entry.resolve() for entry in _files_beside(present[0])] if present else []
+            allowed = bool(inside) and (not present or lies_below(present[0], self._folders))
         except (OSError, ValueError, RuntimeError) as cause:
             # A NUL byte, a name longer than the file system takes, a loop of links.
             raise InvalidRequest("lora_path cannot be a path", param="lora_path", got=repr(path)[:120]) from cause
-        if not inside or not all(self._allows(entry) for entry in contents):
+        if not allowed:
             raise HTTPException(403, "lora_path is outside the adapter roots; do: ask for an --adapter-root above it")
         if not present:
             raise AdapterFilesNotFound("not found", got=path, allowed="an adapter's folder below an adapter root")
@@ -66,11 +67,6 @@ class AdapterRoots:
 
     def _allows(self, path: Path) -> bool:
         return any(path.is_relative_to(folder) for folder in self._folders)
-
-
-def _files_beside(path: Path) -> list[Path]:
-    folder = path if path.is_dir() else path.parent
-    return list(folder.iterdir())
 
 
 def permitted_roots(folders: Sequence[str | Path], *, enable_adapter_loading: bool) -> AdapterRoots | None:
@@ -108,7 +104,7 @@ def adapter_routes(llm: AsyncLLM, roots: AdapterRoots | None) -> APIRouter:
     async def load_adapter(body: LoadAdapterRequest) -> Response:
         folder = allowed_roots().locate(body.lora_path)
         try:
-            adapter = await llm.load_adapter(body.lora_name, str(folder))
+            adapter = await llm.load_adapter(body.lora_name, str(folder), replace=bool(body.load_inplace))
         except AdapterError as error:
             # The client knows the adapter by the path it sent, not by where the server keeps it.
             reply = error_reply(error)
@@ -120,7 +116,7 @@ def adapter_routes(llm: AsyncLLM, roots: AdapterRoots | None) -> APIRouter:
     async def unload_adapter(body: UnloadAdapterRequest) -> Response:
         allowed_roots()
         try:
-            await llm.unload_adapter(body.lora_name)
+            await llm.unload_adapter(body.lora_name, force=bool(body.force))
         except ModelNotFound as error:
             return dataclasses.replace(error_reply(error), param="lora_name").response()
         return JSONResponse({"id": body.lora_name, "object": "adapter", "unloaded": True})

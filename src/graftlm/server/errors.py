@@ -37,8 +37,8 @@ from graftlm.server.request_ids import HEADER, request_id_of
 
 logger = logging.getLogger(__name__)
 
-# The nearest class in an exception's ancestry decides. A name that is taken is a conflict with the server's state, not
-# a fault of the request, so it is the one adapter error that is not 400.
+# The nearest class in an exception's ancestry decides. A name that is taken and files that
+# are another adapter's by now are conflicts with the server's state, not faults of the request: no 400.
 STATUS_AND_CODE: Mapping[type[Exception], tuple[int, str | None]] = {
     InvalidRequest: (400, None),
     ContextLengthExceeded: (400, "context_length_exceeded"),

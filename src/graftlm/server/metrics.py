@@ -101,8 +101,8 @@ GAUGES = (
         text="Blocks of the KV cache that nobody holds.",
         read=lambda state: state.num_free_blocks,
     ),
-    Gauge(name="graft_adapters", text="Adapters that are loaded.", read=lambda state: state.num_adapters),
-    Gauge(name="graft_adapter_bytes", text="Memory of the loaded adapters.", read=lambda state: state.adapter_bytes),
+    Gauge(name="graft_adapters", text="Adapters in memory.", read=lambda state: state.num_adapters),
+    Gauge(name="graft_adapter_bytes", text="Memory that adapters take.", read=lambda state: state.adapter_bytes),
 )
 REPLIES = ("graft_http_requests", "HTTP requests that were answered, by status.")
 ERRORS = ("graft_errors", "Errors that clients were told, by code; those inside of a stream included.")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from graftlm.adapters import Adapter
 from graftlm.engine.async_llm import AsyncLLM
-from graftlm.server.replies import ModelCard
+from graftlm.engine.residency import ResidencyState
+from graftlm.server.replies import AdapterCard, ModelCard
 
 
 def model_routes(llm: AsyncLLM) -> APIRouter:
@@ -15,14 +18,21 @@ def model_routes(llm: AsyncLLM) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> Response:
-        cards = [_base_card(llm), *(_adapter_card(llm, adapter) for adapter in llm.adapters.values())]
-        return JSONResponse({"object": "list", "data": cards})
+        # A folder of adapters is looked through.
+        residency = await asyncio.to_thread(lambda: llm.residency)
+        known = llm.adapters
+        cards = [_adapter_card(llm, name, known.get(name), state) for name, state in residency.items()]
+        return JSONResponse({"object": "list", "data": [_base_card(llm), *cards]})
 
     # Names may hold slashes.
     @router.get("/v1/models/{model:path}")
     async def get_model(model: str) -> Response:
         name = llm.resolve_model(model)
-        return JSONResponse(_base_card(llm) if name is None else _adapter_card(llm, llm.adapters[name]))
+        if name is None:
+            return JSONResponse(_base_card(llm))
+        residency = await asyncio.to_thread(lambda: llm.residency)
+        # A weighted sum is not listed, but answers.
+        return JSONResponse(_adapter_card(llm, name, llm.adapters.get(name), residency.get(name, "absent")))
 
     return router
 
@@ -39,5 +49,7 @@ def _base_card(llm: AsyncLLM) -> ModelCard:
     }
 
 
-def _adapter_card(llm: AsyncLLM, adapter: Adapter) -> ModelCard:
-    return {**_base_card(llm), "id": adapter.name, "created": adapter.created, "parent": llm.model_name}
+def _adapter_card(llm: AsyncLLM, name: str, adapter: Adapter | None, state: ResidencyState) -> AdapterCard:
+    """Args: adapter: None if it has not been read yet, or is a sum."""
+    created = llm.created if adapter is None else adapter.created
+    return {**_base_card(llm), "id": name, "created": created, "parent": llm.model_name, "residency": state}

@@ -1,4 +1,5 @@
-"""The JSON that goes back, in OpenAI's shapes. `stop_reason`, `parent` and `max_model_len` are vLLM's additions."""
+"""The JSON that goes back, in OpenAI's shapes. `stop_reason`, `parent` and `max_model_len` are vLLM's additions,
+`residency` is Graft's."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import uuid
 from typing import Any, Literal, NotRequired, TypedDict
 
 from graftlm.engine.outputs import FinishReason, RequestOutput
+from graftlm.engine.residency import ResidencyState
 
 
 class PromptTokensDetails(TypedDict):
@@ -83,6 +85,10 @@ class ModelCard(TypedDict):
     root: str
     parent: str | None
     max_model_len: int
+
+
+class AdapterCard(ModelCard):
+    residency: ResidencyState
 
 
 class Envelope:

@@ -80,6 +80,7 @@ class _Generation(_Strict):
     stop_token_ids: list[int] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    priority: int | None = None
 
     # Graft's own: seconds after which the request is given up.
     timeout: Annotated[float, Field(gt=0)] | None = None
@@ -110,6 +111,7 @@ class _Generation(_Strict):
         names = (
             "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty", "min_p",
             "repetition_penalty", "stop_token_ids", "min_tokens", "ignore_eos",
+            "priority",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.top_k is not None:
@@ -236,7 +238,7 @@ class LoadAdapterRequest(_Strict):
 
     lora_name: Annotated[Text, Field(min_length=1, max_length=_LONGEST_NAME)]
     lora_path: Annotated[Text, Field(min_length=1, max_length=_LONGEST_PATH)]
-    load_inplace: Annotated[Any, _nothing_but(None, False)] = None
+    load_inplace: bool | None = None
 
 
 class UnloadAdapterRequest(_Strict):
@@ -244,3 +246,6 @@ class UnloadAdapterRequest(_Strict):
 
     lora_name: Annotated[Text, Field(min_length=1, max_length=_LONGEST_NAME)]
     lora_int_id: Annotated[Any, _nothing_but(None)] = None
+
+    # Not vLLM's: end running requests instead of letting them finish.
+    force: bool | None = None

@@ -1,0 +1,111 @@
+"""Reading the weights of adapters for which the scheduler has made room: between two steps, or beside them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from graftlm.adapters import Adapter, AdapterWeights
+from graftlm.errors import AdapterError, GraftError
+
+logger = logging.getLogger(__name__)
+
+# Reads an adapter's weights, or raises AdapterError.
+ReadWeights = Callable[[Adapter], AdapterWeights]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedLoad:
+    """result: the weights, or why there are none."""
+
+    adapter: Adapter
+    result: AdapterWeights | GraftError
+
+
+class AdapterLoader(Protocol):
+    """Each load that is started is among the finished ones exactly once. Used by the engine's thread."""
+
+    def start(self, adapter: Adapter) -> None: ...
+
+    def finished(self) -> list[FinishedLoad]:
+        """What has ended since the last call."""
+        ...
+
+    def read(self, adapter: Adapter) -> AdapterWeights:
+        """Read an adapter in this thread, beside what has been started.
+
+        Raises:
+            AdapterError
+        """
+        ...
+
+    def close(self) -> None:
+        """Start nothing more; what is being read is finished first."""
+        ...
+
+
+class InlineLoader:
+    """Reads at once."""
+
+    def __init__(self, read: ReadWeights) -> None:
+        self.read = read
+        self._finished: list[FinishedLoad] = []
+
+    def start(self, adapter: Adapter) -> None:
+        self._finished.append(_load(adapter, self.read))
+
+    def finished(self) -> list[FinishedLoad]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def close(self) -> None:
+        pass
+
+
+class BackgroundLoader:
+    """Reads in a thread of its own, one adapter after the other, while steps go on.
+
+    Args:
+        wake: called in that thread whenever a load has ended.
+    """
+
+    def __init__(self, read: ReadWeights, wake: Callable[[], None]) -> None:
+        self.read = read
+        self._wake = wake
+        self._finished: SimpleQueue[FinishedLoad] = SimpleQueue()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-loader")
+
+    def start(self, adapter: Adapter) -> None:
+        self._thread.submit(self._run, adapter)
+
+    def finished(self) -> list[FinishedLoad]:
+        finished = []
+        while True:
+            try:
+                finished.append(self._finished.get_nowait())
+            except Empty:
+                return finished
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _run(self, adapter: Adapter) -> None:
+        self._finished.put(_load(adapter, self.read))
+        self._wake()
+
+
+def _load(adapter: Adapter, read: ReadWeights) -> FinishedLoad:
+    try:
+        return FinishedLoad(adapter=adapter, result=read(adapter))
+    except AdapterError as error:
+        return FinishedLoad(adapter=adapter, result=error)
+    except Exception:
+        logger.exception("adapter %s could not be loaded", adapter.name)
+        return FinishedLoad(
+            adapter=adapter,
+            result=GraftError(f"adapter {adapter.name} could not be loaded", do="see the server's log"),
+        )

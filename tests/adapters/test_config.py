@@ -68,7 +68,6 @@ def test_r001_an_unknown_field_with_a_meaningful_value_is_refused_by_name(
 
 
 REFUSED: dict[str, Any] = {
-    "layer_replication": [[0, 2], [1, 2]],
     "arrow_config": {"top_k": 2},
 }
 

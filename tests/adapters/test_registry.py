@@ -125,8 +125,8 @@ def test_an_evicted_adapter_whose_files_have_changed_is_an_error_and_the_others_
 def test_r059_an_engine_with_one_bad_adapter_does_not_start_and_names_it(
     llama: Path, good: Path, copy: Callable[..., Path]
 ) -> None:
-    bad = copy(layer_replication=[[0, 2]])
-    with pytest.raises(AdapterError, match=r"adapter bad: .*layer_replication"):
+    bad = copy(arrow_config={"top_k": 2})
+    with pytest.raises(AdapterError, match=r"adapter bad: .*arrow_config"):
         LLM(llama, kv_cache_bytes=1 << 20, adapters={"good": good, "bad": bad, "other": good})
 
 

@@ -70,12 +70,12 @@ def test_an_adapter_of_another_base_does_not_fit(adapter: Path, tmp_path: Path) 
 
 
 def test_an_adapter_that_is_not_served_is_still_described(adapter: Path, tmp_path: Path) -> None:
-    replicated = Path(shutil.copytree(adapter, tmp_path / "replicated"))
-    tiny.edit_json(replicated / "adapter_config.json", layer_replication=[[0, 2], [1, 2]])
-    code, output = inspect(replicated)
+    routing = Path(shutil.copytree(adapter, tmp_path / "routing"))
+    tiny.edit_json(routing / "adapter_config.json", arrow_config={"top_k": 2})
+    code, output = inspect(routing)
     assert code == 1
     assert "model.layers.*.self_attn.q_proj" in output
-    assert "layer_replication is not supported" in " ".join(output.split())
+    assert "arrow_config is not supported" in " ".join(output.split())
 
 
 def test_tokenizer_files_beside_the_weights_are_listed(adapter: Path, tmp_path: Path) -> None:

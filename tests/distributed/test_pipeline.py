@@ -14,7 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from graftlm import LLM, SamplingParams
 from graftlm.distributed.in_process import Fault, FaultKind
-from graftlm.errors import AdapterChanged, ConfigurationError, EngineClosed, ModelNotFound, StepFailed
+from graftlm.errors import (
+    AdapterChanged,
+    AdapterUnsupported,
+    ConfigurationError,
+    EngineClosed,
+    ModelNotFound,
+    StepFailed,
+)
 from tests.distributed.rig import (
     GREEDY,
     NUM_LAYERS,
@@ -213,6 +220,12 @@ def test_files_that_changed_meanwhile_are_refused_and_others_go_on(
         pipeline.llm.logits([1, 2, 3], adapter="copy")
     assert_nothing_is_held(pipeline, num_free_blocks)
     assert tokens(answers(pipeline.llm, ["late"])) == tokens(answers(local, ["late"]))
+
+
+def test_an_adapter_with_another_stack_of_layers_is_refused(base: Path, tmp_path: Path) -> None:
+    higher = make_adapter(base, tmp_path / "higher", layer_replication=[[0, 2], [1, 4]])
+    with pytest.raises(AdapterUnsupported, match=r"adapter higher: .*layer_replication is not supported where workers"):
+        open_pipeline(base, {"higher": higher})
 
 
 @pytest.mark.parametrize(

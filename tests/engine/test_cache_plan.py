@@ -31,7 +31,18 @@ def plan(layers: list[int], windows: list[int | None], context_len: int = 4096, 
 
 def test_one_group_takes_the_whole_budget() -> None:
     budget = 2 * TOKEN_BYTES * 16 * 100
-    assert plan([0, 0], [None], kv_cache_bytes=budget + 5) == CachePlan(num_blocks=(100,), max_model_len=1600)
+    whole = plan([0, 0], [None], kv_cache_bytes=budget + 5)
+    assert whole == CachePlan(num_blocks=(100,), sequence_blocks=(256,), block_size=16, max_model_len=1600)
+
+
+def test_a_sequence_that_takes_the_memory_of_several_is_shorter_where_memory_is_short() -> None:
+    budget = 2 * TOKEN_BYTES * 16 * 100
+    scarce = plan([0, 0], [None], kv_cache_bytes=budget)
+    assert [scarce.longest_sequence(factor) for factor in (1, 2, 3, 101)] == [1600, 800, 528, 0]
+    ample = plan([0, 0], [None], kv_cache_bytes=budget, max_model_len=512)
+    assert [ample.longest_sequence(factor) for factor in (1, 2, 3, 4)] == [512, 512, 512, 400]
+    window = plan([0, 0], [64], kv_cache_bytes=2 * TOKEN_BYTES * 16 * 14, context_len=100_000)
+    assert [window.longest_sequence(factor) for factor in (1, 2, 3)] == [100_000, 100_000, 64]
 
 
 def test_no_group_gets_more_than_its_sequences_can_use() -> None:
@@ -50,14 +61,13 @@ def test_what_a_window_does_not_need_goes_to_the_layers_that_see_everything() ->
 
 
 def test_a_small_budget_is_shared_evenly() -> None:
-    assert plan([0, 1], [64, None], kv_cache_bytes=TOKEN_BYTES * 16 * 8) == CachePlan(
-        num_blocks=(4, 4), max_model_len=64
-    )
+    shared = plan([0, 1], [64, None], kv_cache_bytes=TOKEN_BYTES * 16 * 8)
+    assert shared == CachePlan(num_blocks=(4, 4), sequence_blocks=(7, 256), block_size=16, max_model_len=64)
 
 
 def test_a_model_of_windows_alone_holds_sequences_of_any_length() -> None:
     only_windows = plan([0, 0], [64], kv_cache_bytes=2 * TOKEN_BYTES * 16 * 7, context_len=100_000)
-    assert only_windows == CachePlan(num_blocks=(7,), max_model_len=100_000)
+    assert only_windows == CachePlan(num_blocks=(7,), sequence_blocks=(7,), block_size=16, max_model_len=100_000)
 
 
 @pytest.mark.parametrize(

@@ -322,6 +322,13 @@ CASES: dict[str, Case] = {
     ),
     "63_grown_tokens_tied": Case(base="tied", config={"trainable_token_indices": [259, 5, 299]}, resize=300),
     "63_grown_tokens": Case(base="untied", config={"trainable_token_indices": [259, 5, 299]}, resize=300),
+    "64_replicated": Case(
+        base="untied", config={"layer_replication": [[0, 2], [0, 1]], "target_modules": ALL_PROJECTIONS}
+    ),
+    "64_replicated_grown_tied": Case(
+        base="tied", config={"layer_replication": [[1, 2]] * 3, "use_dora": True}, resize=270, retrain=True
+    ),
+    "64_replicated_biased": Case(base="biased", config={"layer_replication": [[1, 2]], "bias": "all"}),
     "65_alora": Case(base="untied", config={"alora_invocation_tokens": INVOCATION, "target_modules": ALL_PROJECTIONS}),
     "65_alora_lora_bias": Case(base="untied", config={"alora_invocation_tokens": INVOCATION, "lora_bias": True}),
     "65_alora_with_all": Case(

@@ -734,7 +734,6 @@ WRONG: dict[str, Wrong] = {
     ),
 }
 REFUSED_FIELDS: dict[str, Any] = {
-    "layer_replication": [[0, 2], [1, 2]],
     "arrow_config": {"top_k": 2},
 }
 for refused_field, value in REFUSED_FIELDS.items():

@@ -40,6 +40,9 @@ class Adapter:
     vocab_size: tokens it knows; None for as many as the base.
     own_token_ids: ids, ascending, of tokens whose embedding rows it brings one by one.
     virtual_token_ids: ids beyond every vocabulary that stand before its prompts (prompt tuning).
+    cache_factor: how many times the base's memory in the KV cache a token takes: more than once if the adapter makes
+        the stack of layers higher.
+    replicates_layers: whether it has other layers than the base.
     parts: the adapters it is a weighted sum of, with their weights; empty for one that was loaded.
     text: its own tokenizer, chat template and end tokens, if it has any.
     created: unix seconds of loading.
@@ -62,6 +65,8 @@ class Adapter:
     text: AdapterText = field(default_factory=AdapterText)
     own_token_ids: tuple[int, ...] = ()
     virtual_token_ids: tuple[int, ...] = ()
+    cache_factor: int = 1
+    replicates_layers: bool = False
 
     @property
     def dormant_digest(self) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from graftlm.adapters.config_values import (
     first_match,
     read_flag,
+    read_layer_ranges,
     read_number,
     read_numbers,
     read_rank,
@@ -34,6 +35,7 @@ FIELDS = ConfigFields(
         "exclude_modules",
         "init_lora_weights",
         "kasa_config",
+        "layer_replication",
         "lora_alpha",
         "lora_bias",
         "r",
@@ -63,9 +65,9 @@ FIELDS = ConfigFields(
     ),
     refused={
         "arrow_config": "it routes tokens among several adapters",
-        "layer_replication": "it needs another stack of layers than the base's",
     },
 )
+Initialisation = Literal["plain", "pissa", "olora", "kasa"]
 # What loading does to the base. Everything that is not here is refused, with the reason in REFUSED_INITIALISATIONS.
 PLAIN_INITIALISATIONS = (True, False, None, "true", "gaussian", "orthogonal", "eva", "mica")
 REFUSED_INITIALISATIONS = {
@@ -83,6 +85,7 @@ class LoraConfig(TargetConfig):
     peft_version: which wrote the file, such as (0, 21, 2); zeros for those that did not say (up to 0.17).
     token_indices: module name -> rows it has of its own; the name "" stands for the input embedding.
     invocation_token_ids: of an activated LoRA (arXiv 2504.12397); empty for all others.
+    layer_ranges: of the base's layers, which stand one after the other in place of its own stack; empty for that stack.
     """
 
     rank: int
@@ -92,12 +95,13 @@ class LoraConfig(TargetConfig):
     alpha_pattern: Mapping[str, float]
     use_dora: bool
     use_lora_bias: bool
-    initialisation: Literal["plain", "pissa", "olora", "kasa"]
+    initialisation: Initialisation
     is_block_diagonal: bool
     target_parameters: tuple[str, ...]
     peft_version: tuple[int, int, int]
     token_indices: Mapping[str, tuple[int, ...]]
     invocation_token_ids: tuple[int, ...]
+    layer_ranges: tuple[tuple[int, int], ...]
 
     def rank_of(self, path: str) -> int:
         return int(first_match(self.rank_pattern, path, self.rank))
@@ -121,6 +125,15 @@ def parse_lora_config(raw: Mapping[str, Any]) -> LoraConfig:
             "adapter_config.json: alora_invocation_tokens without a task_type: PEFT never activates such an adapter",
             allowed="task_type CAUSAL_LM",
         )
+    layer_ranges = read_layer_ranges("layer_replication", raw.get("layer_replication"))
+    initialisation: Initialisation = "kasa" if raw.get("kasa_config") else _initialisation(raw.get("init_lora_weights"))
+    if layer_ranges and initialisation != "plain":
+        raise AdapterUnsupported(
+            "adapter_config.json: layer_replication with an initialisation that changes the base: "
+            "PEFT takes it out of layers that share their weights, once for each",
+            got=f"init_lora_weights={shown(raw.get('init_lora_weights'))}",
+            do="save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA",
+        )
     return LoraConfig(
         **vars(parse_target_config(raw, FIELDS)),
         rank=read_rank("r", raw.get("r"), default=8),
@@ -128,18 +141,19 @@ def parse_lora_config(raw: Mapping[str, Any]) -> LoraConfig:
         use_rslora=read_flag("use_rslora", raw.get("use_rslora")),
         use_dora=read_flag("use_dora", raw.get("use_dora")),
         use_lora_bias=read_flag("lora_bias", raw.get("lora_bias")),
-        initialisation="kasa" if raw.get("kasa_config") else _initialisation(raw.get("init_lora_weights")),
+        initialisation=initialisation,
         is_block_diagonal=bool(raw.get("use_bdlora")),
         target_parameters=_target_parameters(raw.get("target_parameters")),
         peft_version=_peft_version(raw.get("peft_version")),
         token_indices=_token_indices(raw.get("trainable_token_indices")),
         invocation_token_ids=invocation_token_ids,
+        layer_ranges=layer_ranges,
         rank_pattern=read_ranks(raw, "rank_pattern"),
         alpha_pattern=read_numbers(raw, "alpha_pattern"),
     )
 
 
-def _initialisation(value: object) -> Literal["plain", "pissa", "olora"]:
+def _initialisation(value: object) -> Initialisation:
     if value in PLAIN_INITIALISATIONS:
         return "plain"
     if value == "pissa":

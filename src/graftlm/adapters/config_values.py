@@ -126,6 +126,21 @@ def read_layer_indices(value: object) -> tuple[int, ...]:
     return tuple(indices)
 
 
+def read_layer_ranges(field: str, value: object) -> tuple[tuple[int, int], ...]:
+    """Pairs [start, stop) of layers."""
+    ranges: Any = [] if value is None else value
+    valid = isinstance(ranges, list) and all(isinstance(item, list) and len(item) == 2 for item in ranges)
+    if not valid or not all(isinstance(end, int) and not isinstance(end, bool) for item in ranges for end in item):
+        raise AdapterCorrupt(
+            f"adapter_config.json: {field} is not made of ranges", got=shown(value), allowed="[[start, stop], ...]"
+        )
+    if not all(0 <= start < stop for start, stop in ranges):
+        raise AdapterCorrupt(
+            f"adapter_config.json: {field} has a range without layers", got=shown(value), allowed="0 <= start < stop"
+        )
+    return tuple((start, stop) for start, stop in ranges)
+
+
 def read_layers_pattern(value: object) -> tuple[str, ...]:
     patterns: list[Any] = [] if not value else value if isinstance(value, list) else [value]
     if not all(isinstance(pattern, str) for pattern in patterns):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from graftlm.adapters.adapter import Adapter, AdapterWeights, LoadedAdapter
 from graftlm.adapters.files import AdapterFiles, read_adapter_files
+from graftlm.adapters.layer_replication import FIELD, replicated_layers
 from graftlm.adapters.methods import find_method
 from graftlm.adapters.methods.compiled import CompiledAdapter
 from graftlm.adapters.module_tensors import ModuleTensors
@@ -19,6 +20,7 @@ from graftlm.adapters.text import AdapterText, AdapterTexts
 from graftlm.adapters.weighted import is_low_rank
 from graftlm.errors import AdapterChanged, AdapterCorrupt, AdapterUnsupported
 from graftlm.models.base_weights import BaseWeights
+from graftlm.models.replicated import ReplicatedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ def load_adapter(
     bound = tensors.total - tensors.unused
     logger.info("adapter %s: bound %d of %d tensors", name, bound, tensors.total)
     rows = None if weights.patch.embedding is None else weights.patch.embedding.rows
+    stack = weights.patch.stack
     has_own_tokens = compiled.vocab_size is not None or bool(compiled.virtual_token_ids)
     adapter = Adapter(
         name=name,
@@ -66,7 +69,7 @@ def load_adapter(
         modules=modules,
         source=files.weights_path,
         num_bytes=weights.num_bytes,
-        changes_dormant=weights.dormant_patch.num_bytes > 0,
+        changes_dormant=weights.dormant_patch.num_bytes > 0 or stack is not None,
         is_low_rank=is_low_rank(weights) and not has_own_tokens,
         bound=bound,
         total=tensors.total,
@@ -75,6 +78,8 @@ def load_adapter(
         vocab_size=compiled.vocab_size,
         own_token_ids=() if rows is None else tuple(rows.ids.tolist()),
         virtual_token_ids=compiled.virtual_token_ids,
+        cache_factor=1 if stack is None else -(-len(stack.layers) // len(base.sites.layer_paths)),
+        replicates_layers=stack is not None,
         text=AdapterText() if texts is None else texts.read(files.weights_path.parent),
     )
     return LoadedAdapter(adapter=adapter, weights=weights)
@@ -105,15 +110,22 @@ def read_weights(
 
 def _compile(files: AdapterFiles, base: BaseWeights) -> tuple[CompiledAdapter, AdapterWeights, ModuleTensors]:
     """What the files do to the base, and the tensors it was made of."""
-    compile_method = find_method(files.config.get("peft_type"))
+    method = find_method(files.config.get("peft_type"))
     _check_values(files.tensors)
+    layers = replicated_layers(files.config, base.sites) if FIELD in method.fields.read else None
+    replicated = None if layers is None else ReplicatedWeights(base, layers)
+    base = replicated or base
     tensors = ModuleTensors(files.tensors, base.sites)
     with torch.inference_mode():
-        compiled = compile_method(files.config, tensors, base)
+        compiled = method.compile(files.config, tensors, base)
         tensors.check_all_taken()
         patch = compiled.builder.build()
         _check_tokens(compiled, base)
         dormant = patch if compiled.dormant is None else compiled.dormant.build()
+    if replicated is not None:
+        is_one = dormant is patch
+        patch = replicated.stacked(patch)
+        dormant = patch if is_one else replicated.stacked(dormant)
     return compiled, AdapterWeights(patch=patch, dormant_patch=dormant), tensors
 
 

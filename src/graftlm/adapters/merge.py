@@ -48,7 +48,7 @@ def merge(
 
     Raises:
         AdapterUnsupported: no weights of this architecture do what the adapter does: activated LoRA, learned prompts,
-            biases where the base has none.
+            replicated layers, biases where the base has none.
         AdapterError: the adapter cannot be read, or does not fit.
         CheckpointError: the model cannot be read, or is quantised.
         ConfigurationError: `folder` is not empty.

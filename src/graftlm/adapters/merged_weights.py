@@ -99,6 +99,8 @@ def _check_mergeable(adapter: Adapter) -> None:
         reason = "its virtual tokens stand before every prompt"
     elif adapter.invocation_token_ids:
         reason = "it changes only the tokens from its invocation on"
+    elif adapter.replicates_layers:
+        reason = "it has other layers than the base"
     if reason is not None:
         raise AdapterUnsupported(
             f"adapter {adapter.name} cannot be merged: {reason}", got=adapter.method, do="serve it beside the base"

@@ -125,6 +125,7 @@ def is_low_rank(weights: AdapterWeights) -> bool:
     return (
         not patch.norms
         and patch.embedding is None
+        and patch.stack is None
         and patch.prefix is None
         and weights.dormant_patch is patch
         and (patch.head is None or patch.head.rows is None)

@@ -76,6 +76,7 @@ def serve_on_workers(
     stages = [StagePlan(config=config, span=span, num_blocks=plan.num_blocks) for span in spans]
     return ServedModel(
         executor=PipelineExecutor(pool, stages, residency=residency, timeout_seconds=config.worker_timeout_seconds),
+        has_all_layers=False,
         base=base,
         plan=plan,
         windows=cache_windows(spec),

@@ -24,7 +24,7 @@ def build_batch(
     """Pack the sequences one after the other.
 
     Args:
-        sequences: those of one adapter next to each other.
+        sequences: those of one adapter next to each other; all of them run through the same layers.
         adapters: by digest.
     """
     token_ids: list[int] = []
@@ -42,14 +42,26 @@ def build_batch(
         segments=_segments(sequences, adapters, [len(sequence.token_ids) for sequence in sequences]),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         logit_segments=_segments(sequences, adapters, [sequence.num_logits for sequence in sequences]),
+        layers=layers_of(sequences[0], adapters),
     )
+
+
+def layers_of(sequence: ScheduledSequence, adapters: Mapping[str, AdapterWeights]) -> tuple[int, ...] | None:
+    """The layers that a sequence runs through, as in `RaggedBatch`."""
+    if sequence.adapter_digest is None:
+        return None
+    stack = adapters[sequence.adapter_digest].patch.stack
+    return None if stack is None else stack.layers
 
 
 def build_key_values(
     sequences: Sequence[ScheduledSequence], cache: KVCache, *, windows: Sequence[int | None], device: torch.device
 ) -> PagedKeyValues:
     """Where the sequences' keys and values are. windows: of the decoder's cache groups."""
-    groups = [_group(sequences, index, window, cache.block_size, device) for index, window in enumerate(windows)]
+    groups = [
+        _group(sequences, index, windows[index % len(windows)], cache.block_size, device)
+        for index in range(len(sequences[0].block_tables))
+    ]
     return PagedKeyValues(cache=cache, groups=tuple(groups))
 
 

@@ -3,7 +3,8 @@ tensors.
 
 Layers that see the same stretch of a sequence form a group with block tables and a pool of its own. A sequence needs
 blocks for all its tokens in a group that sees everything, and in a group with a sliding window for the window and the
-chunk that is computed; what lies behind the window goes back to the pool.
+chunk that is computed; what lies behind the window goes back to the pool. A sequence with more layers than the cache
+has fills them several times, and has as many tables for each group.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class CacheBlocks:
         """Free and held blocks of all groups together."""
         return sum(group.pool.num_blocks for group in self._groups)
 
-    def empty_tables(self) -> list[BlockTable]:
-        """Tables of a sequence that holds nothing, one for each group."""
-        return [BlockTable() for _ in self._groups]
+    def empty_tables(self, cache_factor: int = 1) -> list[BlockTable]:
+        """Tables of a sequence that holds nothing: one for each group, and all of them again up to `cache_factor`."""
+        return [BlockTable() for _ in range(cache_factor) for _ in self._groups]
 
     def fits(self, tables: Sequence[BlockTable], *, num_computed: int, num_tokens: int) -> bool:
         """Whether there are blocks for the next chunk of a sequence.
@@ -66,10 +67,11 @@ class CacheBlocks:
         Args:
             num_computed: tokens in the cache already. num_tokens: all its tokens.
         """
-        return all(
-            self._num_missing(group, table, num_computed, num_tokens) <= group.pool.num_free
-            for group, table in zip(self._groups, tables, strict=True)
-        )
+        num_missing = [0] * len(self._groups)
+        for index, table in enumerate(tables):
+            group = self._group_of(index)
+            num_missing[index % len(self._groups)] += self._num_missing(group, table, num_computed, num_tokens)
+        return all(count <= group.pool.num_free for count, group in zip(num_missing, self._groups, strict=True))
 
     def extend(self, tables: Sequence[BlockTable], *, num_computed: int, num_tokens: int) -> None:
         """Give a sequence the blocks of its next chunk.
@@ -77,7 +79,8 @@ class CacheBlocks:
         Raises:
             ValueError: they are not there; the caller checks `fits` first.
         """
-        for group, table in zip(self._groups, tables, strict=True):
+        for index, table in enumerate(tables):
+            group = self._group_of(index)
             table.blocks.extend(group.pool.allocate(self._num_missing(group, table, num_computed, num_tokens)))
 
     def share_prefix(self, tables: Sequence[BlockTable], hashes: Sequence[BlockHash]) -> int:
@@ -90,19 +93,20 @@ class CacheBlocks:
 
         Returns: the length of the prefix in blocks.
         """
-        found: list[list[BlockId | None]] = [[] for _ in self._groups]
+        found: list[list[BlockId | None]] = [[] for _ in tables]
         # What sees everything first: where its blocks end, the others need not be looked for.
-        by_reach = sorted(range(len(self._groups)), key=lambda index: self._groups[index].window is not None)
+        by_reach = sorted(range(len(tables)), key=lambda index: self._group_of(index).window is not None)
         for index in by_reach:
-            group = self._groups[index]
+            group = self._group_of(index)
             for block_hash in hashes:
-                block = group.pool.find(block_hash)
+                block = group.pool.find(self._hash_in(index, block_hash))
                 if block is None and group.window is None:
                     break
                 found[index].append(block)
             hashes = hashes[: len(found[index])]
         length = self._longest_prefix(found, len(hashes))
-        for group, table, blocks in zip(self._groups, tables, found, strict=True):
+        for index, (table, blocks) in enumerate(zip(tables, found, strict=True)):
+            group = self._group_of(index)
             table.num_dropped = self._num_behind(group, length * self.block_size)
             table.blocks.extend([DROPPED] * table.num_dropped)
             for block in blocks[table.num_dropped : length]:
@@ -113,9 +117,10 @@ class CacheBlocks:
 
     def record(self, tables: Sequence[BlockTable], hashes: Sequence[BlockHash], *, start: int, stop: int) -> None:
         """Note what blocks [start, stop) of a sequence contain now. hashes: from its first block on."""
-        for group, table in zip(self._groups, tables, strict=True):
-            for index in range(max(start, table.num_dropped), stop):
-                group.pool.record(table.blocks[index], hashes[index])
+        for index, table in enumerate(tables):
+            group = self._group_of(index)
+            for number in range(max(start, table.num_dropped), stop):
+                group.pool.record(table.blocks[number], self._hash_in(index, hashes[number]))
 
     def forget(self) -> None:
         """Nothing that blocks contain is known any more."""
@@ -124,7 +129,8 @@ class CacheBlocks:
 
     def drop_behind(self, tables: Sequence[BlockTable], *, num_computed: int) -> None:
         """Take back what no token from `num_computed` on sees."""
-        for group, table in zip(self._groups, tables, strict=True):
+        for index, table in enumerate(tables):
+            group = self._group_of(index)
             behind = self._num_behind(group, num_computed)
             if behind > table.num_dropped:
                 group.pool.free(table.blocks[table.num_dropped : behind])
@@ -133,23 +139,33 @@ class CacheBlocks:
 
     def release(self, tables: Sequence[BlockTable]) -> None:
         """Take back everything; the tables are empty then."""
-        for group, table in zip(self._groups, tables, strict=True):
+        for index, table in enumerate(tables):
+            group = self._group_of(index)
             # From the end: the beginning of a prompt is what others are most likely to share.
             group.pool.free(reversed(table.blocks[table.num_dropped :]))
             table.blocks.clear()
             table.num_dropped = 0
 
     def _longest_prefix(self, found: Sequence[Sequence[BlockId | None]], limit: int) -> int:
-        """The most blocks, at most `limit`, that every group has as far back as the next token sees."""
+        """The most blocks, at most `limit`, that are found for every table as far back as the next token sees."""
         in_a_row = [_lengths_of_runs(blocks) for blocks in found]
         for length in range(limit, 0, -1):
             num_computed = length * self.block_size
             if all(
-                runs[length - 1] >= length - self._num_behind(group, num_computed)
-                for group, runs in zip(self._groups, in_a_row, strict=True)
+                runs[length - 1] >= length - self._num_behind(self._group_of(index), num_computed)
+                for index, runs in enumerate(in_a_row)
             ):
                 return length
         return 0
+
+    def _group_of(self, table: int) -> CacheGroup:
+        return self._groups[table % len(self._groups)]
+
+    def _hash_in(self, table: int, block_hash: BlockHash) -> BlockHash:
+        """What the content of a block is known by in one of a sequence's tables. In a group's second table and those
+        that follow it are other layers' keys and values, of the same tokens."""
+        turn = table // len(self._groups)
+        return block_hash if turn == 0 else BlockHash(block_hash + turn.to_bytes(2))
 
     def _num_behind(self, group: CacheGroup, num_computed: int) -> int:
         """Blocks that no token from `num_computed` on sees."""

@@ -22,10 +22,19 @@ DEFAULT_KV_CACHE_BYTES = 4 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class CachePlan:
-    """num_blocks: of each cache group. max_model_len: tokens of the longest sequence."""
+    """num_blocks: of each cache group. sequence_blocks: the most of them that one sequence holds at once.
+    max_model_len: tokens of the longest sequence."""
 
     num_blocks: tuple[int, ...]
+    sequence_blocks: tuple[int, ...]
+    block_size: int
     max_model_len: int
+
+    def longest_sequence(self, cache_factor: int) -> int:
+        """Tokens of the longest sequence whose tokens take that many times the base's memory."""
+        shares = [count // cache_factor for count in self.num_blocks]
+        short = [share for share, whole in zip(shares, self.sequence_blocks, strict=True) if share < whole]
+        return min(self.max_model_len, min(short, default=self.max_model_len) * self.block_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +79,12 @@ def plan_cache(
         for index, window in enumerate(windows)
     ]
     num_blocks = _share_out(config, groups, device)
-    return CachePlan(num_blocks=num_blocks, max_model_len=_max_model_len(config, groups, num_blocks, wanted_len))
+    return CachePlan(
+        num_blocks=num_blocks,
+        sequence_blocks=tuple(group.sequence_blocks for group in groups),
+        block_size=config.block_size,
+        max_model_len=_max_model_len(config, groups, num_blocks, wanted_len),
+    )
 
 
 def _sequence_blocks(config: EngineConfig, wanted_len: int, window: int | None) -> int:

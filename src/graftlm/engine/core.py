@@ -253,7 +253,7 @@ class EngineCore:
 
     def _whole_sequence(self, token_ids: Sequence[int], adapter: Adapter | None) -> Tensor:
         """Logits of every row, computed in chunks of one step each."""
-        tables = self._blocks.empty_tables()
+        tables = self._blocks.empty_tables(1 if adapter is None else adapter.cache_factor)
         rows = []
         try:
             for start in range(0, len(token_ids), self._blocks.chunk_tokens):

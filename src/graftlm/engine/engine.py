@@ -38,7 +38,7 @@ from graftlm.engine.residency import Residency, ResidencyState
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.engine.scheduler import Scheduler
 from graftlm.engine.served_model import ServedModel, serve_here
-from graftlm.errors import AdapterError, AdapterMemoryExceeded, ConfigurationError
+from graftlm.errors import AdapterError, AdapterMemoryExceeded, AdapterUnsupported, ConfigurationError
 from graftlm.text import Tokenizer
 
 LoadModel = Callable[[EngineConfig, Checkpoint, Residency[LoadedAdapter]], ServedModel]
@@ -79,13 +79,14 @@ class Engine:
         self.tokenizer = base.tokenizer
         self.max_model_len = model.plan.max_model_len
         self._base = model.base
+        self._has_all_layers = model.has_all_layers
         self._texts = AdapterTexts(self.tokenizer, base.folder)
         self.metrics = EngineMetrics(base_name=self.model_name)
         self.core = _core(config, model, self.registry, self.metrics, self._residency, make_loader(self._read_weights))
         self._checker = PromptChecker(
             self.tokenizer,
             vocab_size=model.vocab_size,
-            max_model_len=self.max_model_len,
+            plan=model.plan,
             end_token_ids=base.end_token_ids,
         )
         try:
@@ -196,6 +197,7 @@ class Engine:
             texts=self._texts,
         )
         self._check_fits(loaded.adapter)
+        self._check_layers(loaded.adapter)
         return loaded
 
     def _keep(self, loaded: LoadedAdapter) -> None:
@@ -238,6 +240,13 @@ class Engine:
             return self._residency.weights(part.digest).weights
         finally:
             self._residency.unpin(part.digest)
+
+    def _check_layers(self, adapter: Adapter) -> None:
+        if adapter.replicates_layers and not self._has_all_layers:
+            raise AdapterUnsupported(
+                "adapter_config.json: layer_replication is not supported where workers share the layers out",
+                do="serve it without workers",
+            )
 
     def tokenizer_of(self, adapter: str | None) -> Tokenizer:
         """The tokenizer that serves an adapter, or the base, whose tokenizer serves weighted sums too.

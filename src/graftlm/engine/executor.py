@@ -9,6 +9,8 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from graftlm.adapters import LoadedAdapter
+from graftlm.engine.batch_builder import layers_of
+from graftlm.engine.logits import in_order
 from graftlm.engine.residency import Residency
 from graftlm.engine.scheduler import ScheduledSequence
 from graftlm.engine.span_runner import SpanRunner
@@ -91,9 +93,14 @@ class LocalExecutor:
 
     def execute(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
         digests = {sequence.adapter_digest for sequence in sequences}
-        return self._runner.run(
-            sequences, {digest: self._residency.weights(digest).weights for digest in digests if digest is not None}
-        )
+        adapters = {digest: self._residency.weights(digest).weights for digest in digests if digest is not None}
+        groups: dict[tuple[int, ...] | None, list[int]] = {}
+        for index, sequence in enumerate(sequences):
+            groups.setdefault(layers_of(sequence, adapters), []).append(index)
+        if len(groups) == 1:
+            return self._runner.run(sequences, adapters)
+        logits = [self._runner.run([sequences[index] for index in group], adapters) for group in groups.values()]
+        return in_order(logits, list(groups.values()), [sequence.num_logits for sequence in sequences])
 
     def recover(self) -> None:
         pass

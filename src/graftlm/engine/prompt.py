@@ -9,6 +9,7 @@ from typing import TypedDict
 
 from graftlm.adapters import Adapter, active_from
 from graftlm.engine.answer import AnswerText
+from graftlm.engine.cache_plan import CachePlan
 from graftlm.engine.job import Job
 from graftlm.engine.request import Request
 from graftlm.engine.sampling_params import SamplingParams
@@ -32,11 +33,11 @@ class PromptChecker:
     """Tokenises prompts and checks requests against one model, before anything is queued."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, vocab_size: int, max_model_len: int, end_token_ids: frozenset[int]
+        self, tokenizer: Tokenizer, *, vocab_size: int, plan: CachePlan, end_token_ids: frozenset[int]
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
+        self._plan = plan
         self._end_token_ids = end_token_ids
 
     def token_ids(self, prompt: Prompt, adapter: Adapter | None) -> tuple[int, ...]:
@@ -46,9 +47,10 @@ class PromptChecker:
         Raises:
             InvalidRequest, ContextLengthExceeded
         """
+        max_len = self._max_len(adapter)
         if isinstance(prompt, str):
-            if len(prompt) > self._max_model_len * _MAX_CHARACTERS_PER_TOKEN:
-                raise self._too_long(f"a prompt of {len(prompt)} characters")
+            if len(prompt) > max_len * _MAX_CHARACTERS_PER_TOKEN:
+                raise _too_long(max_len, f"a prompt of {len(prompt)} characters")
             token_ids = tuple(self._tokenizer_of(adapter).encode(prompt))
         elif isinstance(prompt, dict) and isinstance(prompt.get("prompt_token_ids"), Iterable):
             token_ids = tuple(prompt["prompt_token_ids"])
@@ -62,8 +64,8 @@ class PromptChecker:
         if not token_ids:
             raise InvalidRequest("the prompt is empty", param="prompt", do="send at least one token")
         virtual = () if adapter is None else adapter.virtual_token_ids
-        if len(virtual) + len(token_ids) > self._max_model_len:
-            raise self._too_long(_prompt_size(len(token_ids), len(virtual)))
+        if len(virtual) + len(token_ids) > max_len:
+            raise _too_long(max_len, _prompt_size(len(token_ids), len(virtual)))
         vocab_size = self._vocab_size_of(adapter)
         for token_id in token_ids:
             self._check_token_id(token_id, "prompt", vocab_size)
@@ -81,7 +83,7 @@ class PromptChecker:
             for token_id in getattr(params, field):
                 self._check_token_id(token_id, field, vocab_size)
         virtual = () if adapter is None else adapter.virtual_token_ids
-        max_tokens = self._max_tokens(len(token_ids), len(virtual), params)
+        max_tokens = self._max_tokens(len(token_ids), len(virtual), params, self._max_len(adapter))
         tokenizer = self._tokenizer_of(adapter)
         job_id = uuid.uuid4().hex
         seed = secrets.randbits(64) if params.seed is None else params.seed
@@ -100,6 +102,7 @@ class PromptChecker:
                 adapter_digest=None if adapter is None else adapter.digest,
                 adapter_bytes=0 if adapter is None else adapter.num_bytes,
                 tenant="" if adapter is None else adapter.name,
+                cache_factor=1 if adapter is None else adapter.cache_factor,
                 active_from=start,
                 dormant_digest=None if adapter is None else adapter.dormant_digest,
                 num_virtual_tokens=len(virtual),
@@ -116,12 +119,16 @@ class PromptChecker:
             tokenizer=tokenizer,
         )
 
-    def _max_tokens(self, prompt_len: int, num_virtual: int, params: SamplingParams) -> int:
+    def _max_len(self, adapter: Adapter | None) -> int:
+        """Tokens of the longest sequence."""
+        return self._plan.longest_sequence(1 if adapter is None else adapter.cache_factor)
+
+    def _max_tokens(self, prompt_len: int, num_virtual: int, params: SamplingParams, max_len: int) -> int:
         """Tokens to generate: what was asked for, or what is left of the context."""
-        left = self._max_model_len - prompt_len - num_virtual
+        left = max_len - prompt_len - num_virtual
         wanted = left if params.max_tokens is None else params.max_tokens
         if wanted > left or (params.max_tokens is None and left == 0):
-            raise self._too_long(f"{_prompt_size(prompt_len, num_virtual)} and {max(wanted, 1)} to generate")
+            raise _too_long(max_len, f"{_prompt_size(prompt_len, num_virtual)} and {max(wanted, 1)} to generate")
         return wanted
 
     def _tokenizer_of(self, adapter: Adapter | None) -> Tokenizer:
@@ -148,13 +155,14 @@ class PromptChecker:
                 allowed=f"integers from 0 to {vocab_size - 1}",
             )
 
-    def _too_long(self, got: str) -> ContextLengthExceeded:
-        return ContextLengthExceeded(
-            f"this model's maximum context length is {self._max_model_len} tokens",
-            param="prompt",
-            got=got,
-            do="shorten the prompt or lower max_tokens",
-        )
+
+def _too_long(max_len: int, got: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"this model's maximum context length is {max_len} tokens",
+        param="prompt",
+        got=got,
+        do="shorten the prompt or lower max_tokens",
+    )
 
 
 def _prompt_size(num_tokens: int, num_virtual: int) -> str:

@@ -21,12 +21,14 @@ class Request:
     adapter_digest: which adapter computes it; None is the base. adapter_bytes: memory that adapter's weights take.
     tenant: whose share of a fair schedule it uses up: the adapter's name, "" for the base.
     arrival: its number in the order in which requests came to the scheduler.
+    cache_factor: block tables it needs for each cache group: more than one where the adapter has more layers than the
+        base.
     active_from: position from which the adapter is active: 0 but for an activated LoRA. dormant_digest: whose weights
         compute what is before it; None is the base.
     stop_token_ids: ids that end it, the model's own end tokens included.
     max_tokens: most tokens to generate, resolved against the context.
     num_computed_tokens: how many of its tokens have keys and values in the blocks of
-        `block_tables`, one for each cache group.
+        `block_tables`, `cache_factor` times one for each cache group.
     block_hashes: of its full blocks, as far as they were needed.
     num_cached_tokens: how many of its tokens were in the cache when it first ran.
     finish_reason: None while it runs. stop_reason: the stop string or id that ended it.
@@ -43,6 +45,7 @@ class Request:
     adapter_bytes: int = 0
     tenant: str = ""
     arrival: int = 0
+    cache_factor: int = 1
     active_from: int = 0
     dormant_digest: str | None = None
     num_virtual_tokens: int = 0

@@ -31,7 +31,8 @@ class ScheduledSequence:
 
     start: position of the first of them. active_from: position from which the adapter is active.
     prompt_len, sequence_len: tokens of the prompt, and tokens known so far; rotary frequencies may depend on them.
-    block_tables: one for each cache group, as in `BlockTable`.
+    block_tables: one for each cache group, as in `BlockTable`; all of them again for each time that an adapter's layers
+        fill the cache's.
     num_logits: how many of the last rows need logits; 0 when the prompt goes on.
     """
 
@@ -129,7 +130,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Its prompt and output fit the cache: the engine's context length is capped by it."""
-        request.block_tables = self._blocks.empty_tables()
+        request.block_tables = self._blocks.empty_tables(request.cache_factor)
         request.arrival = self._num_arrived
         self._num_arrived += 1
         self._requests[request.request_id] = request

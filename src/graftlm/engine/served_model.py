@@ -20,10 +20,12 @@ from graftlm.models.length_regimes import LengthRegimes
 class ServedModel:
     """What an engine needs of a model.
 
+    has_all_layers: whether one process has, which can run them in any order.
     base: what adapters are checked against. plan: the KV cache's. windows: how far back each cache group sees.
     """
 
     executor: Executor
+    has_all_layers: bool
     base: BaseWeights
     plan: CachePlan
     windows: tuple[int | None, ...]
@@ -53,6 +55,7 @@ def serve_here(config: EngineConfig, checkpoint: Checkpoint, residency: Residenc
         executor=LocalExecutor(
             SpanRunner(decoder, num_blocks=plan.num_blocks, block_size=config.block_size), residency
         ),
+        has_all_layers=True,
         base=DecoderWeights(decoder),
         plan=plan,
         windows=decoder.windows,

@@ -34,21 +34,23 @@ class SpanRunner:
         """Compute the sequences' tokens.
 
         Args:
+            sequences: all of them run through the same layers.
             adapters: of the sequences, by digest.
             hidden: what the span before gives, [T, E]; the first span needs none.
 
         Returns: as `DecoderSpan`; rows are in the sequences' order.
         """
-        for group in range(len(self._span.windows)):
-            if begun := [block for sequence in sequences if (block := self._begun_block(sequence, group)) is not None]:
-                self._cache.clear(group, begun)
+        num_groups = len(self._span.windows)
+        for table in range(len(sequences[0].block_tables)):
+            if begun := [block for sequence in sequences if (block := self._begun_block(sequence, table)) is not None]:
+                self._cache.clear(table % num_groups, begun)
         span = self._span
         batch = build_batch(sequences, adapters, device=span.device)
         key_values = build_key_values(sequences, self._cache, windows=span.windows, device=span.device)
         return span(batch, key_values, hidden)
 
-    def _begun_block(self, sequence: ScheduledSequence, group: int) -> BlockId | None:
-        """The block that this step begins and does not fill. Its other slots are attended, masked, before they are
-        written: NaN that an overflowing adapter left there would come through the mask (0 * NaN)."""
+    def _begun_block(self, sequence: ScheduledSequence, table: int) -> BlockId | None:
+        """The block of a table that this step begins and does not fill. Its other slots are attended, masked, before
+        they are written: NaN that an overflowing adapter left there would come through the mask (0 * NaN)."""
         index, filled = divmod(sequence.stop, self._cache.block_size)
-        return sequence.block_tables[group][index] if filled and sequence.stop - filled >= sequence.start else None
+        return sequence.block_tables[table][index] if filled and sequence.stop - filled >= sequence.start else None

@@ -20,6 +20,7 @@ class RaggedBatch:
     segments: adapters over the T rows; rows outside them are the base's.
     logit_rows: [N] int64, the rows whose logits are wanted, ascending.
     logit_segments: the same adapters over those N rows.
+    layers: those that all sequences run through, in this order, if they are not the decoder's, each once.
     """
 
     token_ids: Tensor
@@ -29,3 +30,4 @@ class RaggedBatch:
     segments: tuple[Segment, ...]
     logit_rows: Tensor
     logit_segments: tuple[Segment, ...]
+    layers: tuple[int, ...] | None = None

@@ -52,6 +52,27 @@ class PagedKeyValues:
         return ops.paged_attention(query, key, value, self.groups[group].attention, scores)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DepthKeyValues:
+    """Those of one depth of a stack of other layers than the decoder's.
+
+    The cache has layers for the decoder's own number of them. A stack that is higher fills them over again, from other
+    blocks: where all layers are of one group, its sequences have a block table for each time.
+
+    layer: of the cache. table: which of the sequences' block tables.
+    """
+
+    key_values: KeyValues
+    layer: int
+    table: int
+
+    def write(self, layer: int, group: int, key: Tensor, value: Tensor) -> None:
+        self.key_values.write(self.layer, self.table, key, value)
+
+    def attend(self, layer: int, group: int, query: Tensor, scores: ops.AttentionScores) -> Tensor:
+        return self.key_values.attend(self.layer, self.table, query, scores)
+
+
 class PackedKeyValues:
     """Of whole sequences that begin and end in this step: nothing is cached, and gradients flow.
 

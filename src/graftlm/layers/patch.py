@@ -183,22 +183,37 @@ class PrefixPatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPatch:
-    """Everything an adapter does."""
+    """Everything an adapter does. stack: what it does inside the layers, if they are others than the decoder's; linears
+    and norms then hold only what is outside them."""
 
     linears: Mapping[Slot, LinearPatch] = field(default_factory=dict)
     norms: Mapping[Slot, NormPatch] = field(default_factory=dict)
     embedding: EmbeddingPatch | None = None
     head: HeadPatch | None = None
     prefix: PrefixPatch | None = None
+    stack: LayerStack | None = None
 
     @property
     def num_bytes(self) -> int:
-        single = (self.embedding, self.head, self.prefix)
+        single = (self.embedding, self.head, self.prefix, self.stack)
         return (
             sum(patch.num_bytes for patch in self.linears.values())
             + sum(patch.num_bytes for patch in self.norms.values())
             + sum(patch.num_bytes for patch in single if patch is not None)
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStack:
+    """Layers in the place of the decoder's: at depth d its layer `layers[d]`, under that layer's own slots in
+    `patches[d]`."""
+
+    layers: tuple[int, ...]
+    patches: tuple[ModelPatch, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(patch.num_bytes for patch in self.patches)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from graftlm.layers.batch import RaggedBatch
-from graftlm.layers.key_values import KeyValues
+from graftlm.layers.key_values import DepthKeyValues, KeyValues
+from graftlm.layers.patch import Segment
 from graftlm.layers.rotary import Angles, RotaryEmbedding
 
 
@@ -23,3 +24,13 @@ class DecoderStep:
     key_values: KeyValues
     angles: Mapping[RotaryEmbedding, Angles]
     layer_inputs: tuple[Tensor, ...] = ()
+
+    def at_depth(self, depth: int, *, num_layers: int) -> DecoderStep:
+        """The step as a layer sees it that stands at `depth` in the adapters' stack, over a decoder of `num_layers`."""
+        segments = tuple(
+            Segment(start=segment.start, stop=segment.stop, patch=segment.patch.stack.patches[depth])
+            for segment in self.batch.segments
+            if segment.patch.stack is not None
+        )
+        key_values = DepthKeyValues(key_values=self.key_values, layer=depth % num_layers, table=depth // num_layers)
+        return replace(self, batch=replace(self.batch, segments=segments), key_values=key_values)

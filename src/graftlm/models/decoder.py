@@ -96,8 +96,12 @@ class DecoderSpan:
         angles = {rotary: rotary.angles(batch, hidden.dtype) for rotary in self.rotary}
         layer_inputs = () if self.layer_inputs is None else self.layer_inputs(batch, hidden)
         step = DecoderStep(batch=batch, key_values=key_values, angles=angles, layer_inputs=layer_inputs)
-        for block in self.blocks:
-            hidden = run(block, hidden, step)
+        if batch.layers is None:
+            for block in self.blocks:
+                hidden = run(block, hidden, step)
+            return hidden
+        for depth, layer in enumerate(batch.layers):
+            hidden = run(self.blocks[layer], hidden, step.at_depth(depth, num_layers=len(self.blocks)))
         return hidden
 
 

@@ -197,7 +197,7 @@ def lay_out(spec: ModelSpec, names: NameMap) -> ModelLayout:
 def _layer(index: int, layer: LayerSpec, spec: ModelSpec, names: NameMap) -> LayerLayout:
     linears = {
         role: LinearLayout(
-            slot=_layer_slot(index, role),
+            slot=layer_slot(index, role),
             modules=_modules(
                 [template.format(index) for template in names.linears[role]], size, transposed=role in names.conv1d
             ),
@@ -208,7 +208,7 @@ def _layer(index: int, layer: LayerSpec, spec: ModelSpec, names: NameMap) -> Lay
     }
     norms = {
         role: NormLayout(
-            slot=_layer_slot(index, f"{role}_norm"),
+            slot=layer_slot(index, f"{role}_norm"),
             path=names.norms[role].format(index),
             size=norm.size or spec.hidden_size,
             spec=norm,
@@ -266,7 +266,7 @@ def _expert_linear(
         name = names.parameters[role].format(index)
         stack = Stack(name=name, index=expert, count=mlp.num_experts)
         modules = _modules([f"{name}.{expert}"], size, transposed=names.transposed, stack=stack)
-    slot = _layer_slot(index, f"experts.{expert}.{role}")
+    slot = layer_slot(index, f"experts.{expert}.{role}")
     return LinearLayout(slot=slot, modules=modules, in_features=size.in_features, bias=size.bias)
 
 
@@ -366,5 +366,13 @@ def _projection(slot: Slot, path: str | None, in_features: int, out_features: in
     return LinearLayout(slot=slot, modules=(ModuleLayout(path=path, rows=out_features),), in_features=in_features)
 
 
-def _layer_slot(index: int, name: str) -> Slot:
+def layer_slot(index: int, name: str) -> Slot:
+    """What adapters know a part of a decoder layer under."""
     return Slot(f"layers.{index}.{name}")
+
+
+def split_layer_slot(slot: Slot) -> tuple[int, str] | None:
+    """The index and name that `layer_slot` was given; None for what is outside the layers."""
+    stem, _, rest = slot.partition(".")
+    index, _, name = rest.partition(".")
+    return (int(index), name) if stem == "layers" else None

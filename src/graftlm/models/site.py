@@ -71,6 +71,8 @@ class SiteMap:
     tied_head: whether embedding and head share one matrix. embedding_size: width of a row of either.
     has_token_inputs: every layer reads the token itself, so that there can be no other than the vocabulary's.
     key_shapes: heads and head size of the keys, of each layer that has keys of its own.
+    layer_paths: the decoder layers. interchangeable_layers: whether any of them may stand at any depth: all cache
+        alike, and none reads another's keys and values or an input for its own depth.
     """
 
     matrices: Mapping[str, LinearSite]
@@ -93,6 +95,8 @@ class SiteMap:
     tied_head: bool
     has_token_inputs: bool
     key_shapes: tuple[tuple[int, int], ...]
+    layer_paths: tuple[str, ...]
+    interchangeable_layers: bool
 
     @property
     def plain_linears(self) -> frozenset[str]:
@@ -172,6 +176,10 @@ def map_sites(spec: ModelSpec, names: NameMap) -> SiteMap:
             for layer in spec.layers
             if layer.attention.kv_layer is None
         ),
+        layer_paths=tuple(
+            names.linears["output"][0].partition("{}")[0] + str(index) for index in range(len(spec.layers))
+        ),
+        interchangeable_layers=_are_interchangeable(spec),
     )
 
 
@@ -179,6 +187,13 @@ def _parameter_routers(layout: ModelLayout, names: NameMap) -> dict[str, LinearS
     if names.experts is None or names.experts.linear_router:
         return {}
     return _linear_sites(layer.linears["router"] for layer in layout.layers if "router" in layer.linears)
+
+
+def _are_interchangeable(spec: ModelSpec) -> bool:
+    attentions = [layer.attention for layer in spec.layers]
+    cached = {(attention.num_kv_heads, attention.head_dim, attention.window) for attention in attentions}
+    borrows = any(attention.kv_layer is not None for attention in attentions)
+    return len(cached) == 1 and not borrows and spec.layer_inputs is None
 
 
 def _linear_sites(layers: Iterable[LinearLayout]) -> dict[str, LinearSite]:

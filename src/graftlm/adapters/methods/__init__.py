@@ -103,7 +103,7 @@ REFUSED_METHODS: dict[str, str] = {
 }
 
 
-def find_method(peft_type: object) -> Compile:
+def find_method(peft_type: object) -> Method:
     """How adapters of a peft_type are compiled.
 
     Raises:
@@ -111,7 +111,7 @@ def find_method(peft_type: object) -> Compile:
     """
     known = peft_type if isinstance(peft_type, str) else ""
     if known in METHODS:
-        return METHODS[known].compile
+        return METHODS[known]
     reason = f": {REFUSED_METHODS[known]}" if known in REFUSED_METHODS else ""
     raise AdapterUnsupported(
         f"this peft_type is not supported{reason}", got=repr(peft_type)[:200], allowed=", ".join(sorted(METHODS))

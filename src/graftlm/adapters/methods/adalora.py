@@ -49,7 +49,7 @@ FIELDS = ConfigFields(
         "alora_invocation_tokens": VARIANT,
         "arrow_config": "it routes tokens among several adapters",
         "kasa_config": VARIANT,
-        "layer_replication": "it needs another stack of layers than the base's",
+        "layer_replication": "it is served for LoRA alone",
         "loftq_config": VARIANT,
         "lora_bias": VARIANT,
         "monteclora_config": VARIANT,

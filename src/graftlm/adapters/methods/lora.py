@@ -54,6 +54,7 @@ def compile_lora(raw: Mapping[str, Any], tensors: ModuleTensors, base: BaseWeigh
     compiler.compile()
     label = ["rsLoRA" if config.use_rslora else "LoRA"]
     label += ["DoRA"] if config.use_dora else []
+    label += ["layer replication"] if config.layer_ranges else []
     label += ["aLoRA"] if config.invocation_token_ids else []
     label += [] if config.initialisation == "plain" else [config.initialisation]
     return CompiledAdapter(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -133,6 +134,24 @@ def num_preemptions(seen: Sequence[ScheduledSequence]) -> int:
     """How often a request began anew."""
     starts = [sequence.request_id for sequence in seen if sequence.start == 0]
     return len(starts) - len(set(starts))
+
+
+@contextmanager
+def held(llm: AsyncLLM) -> Iterator[None]:
+    """Until the end of the block no step begins, so that what is sent meanwhile meets an engine that stands still."""
+    gate, engine_core = threading.Event(), core(llm)
+    step = engine_core.step
+
+    def step_later() -> Any:
+        gate.wait()
+        return step()
+
+    engine_core.step = step_later
+    try:
+        yield
+    finally:
+        engine_core.step = step
+        gate.set()
 
 
 def core(llm: LLM | AsyncLLM) -> Any:

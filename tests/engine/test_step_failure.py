@@ -15,7 +15,7 @@ import torch
 
 from graftlm import LLM, AsyncLLM
 from graftlm.errors import EngineClosed, StepFailed
-from tests.engine.rig import BLOCK_BYTES, core, greedy, one, prompt, token_ids
+from tests.engine.rig import BLOCK_BYTES, core, greedy, held, one, prompt, token_ids
 from tests.tiny import make_adapter, make_llama
 
 BREAKDOWNS: dict[str, Callable[[], BaseException]] = {
@@ -79,15 +79,17 @@ def test_only_the_requests_of_the_step_fail(base: Path, breakdown: str, caplog: 
     assert "a step failed" in caplog.text
 
 
-def test_a_request_that_runs_beside_the_step_is_not_touched(base: Path) -> None:
+def test_a_request_that_is_not_in_the_step_is_not_touched(base: Path) -> None:
     async def scenario() -> None:
-        # Eight tokens in a step: a prompt of 40 needs five of them, and the two others take turns with it.
+        # Eight tokens in a step: the first of a prompt of 40 are all of it.
         engine = AsyncLLM(base, max_num_batched_tokens=8, max_num_seqs=8, kv_cache_bytes=64 * BLOCK_BYTES)
         wanted = token_ids(await engine.generate(prompt(8), greedy(8)))
-        first = await engine.add_request(prompt(40), greedy(4))
-        second = await engine.add_request(prompt(8), greedy(8))
-        with breaking(engine, RuntimeError("injected")), pytest.raises(StepFailed):
-            await first.collect()
+        with breaking(engine, RuntimeError("injected")):
+            with held(engine):
+                first = await engine.add_request(prompt(40), greedy(4))
+                second = await engine.add_request(prompt(8), greedy(8))
+            with pytest.raises(StepFailed):
+                await first.collect()
         assert token_ids(await second.collect()) == wanted
         await engine.shutdown()
 

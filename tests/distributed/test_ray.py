@@ -84,7 +84,7 @@ def test_workers_on_ray_answer_as_one_process(cluster: None, base: Path, adapter
     assert psutil.wait_procs(processes, timeout=DEADLINE_SECONDS)[1] == []
 
 
-def test_killed_and_frozen_workers_cost_no_token(
+def test_r105_killed_and_frozen_workers_cost_no_token(
     open_engine: Callable[[], AsyncLLM], local: LLM, expected: list[tuple[int, ...]]
 ) -> None:
     """A worker is killed during a prompt; then, among streams, one is killed and the other stopped without dying."""

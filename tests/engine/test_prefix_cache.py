@@ -65,7 +65,7 @@ def test_a_conversation_goes_on_from_its_own_answers(engine: LLM, uncached: LLM)
     assert token_ids(following) == token_ids(ask(uncached, turn))
 
 
-def test_nobody_reads_what_another_adapter_computed(engine: LLM, uncached: LLM) -> None:
+def test_r061_nobody_reads_what_another_adapter_computed(engine: LLM, uncached: LLM) -> None:
     ids = LONG["prompt_token_ids"]
     answers = []
     for name in (None, "red", "green", "blue", "red:0.5+green:0.5"):

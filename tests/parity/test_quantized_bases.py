@@ -96,6 +96,19 @@ def test_r030_adapters_on_a_quantised_base_are_pefts_on_its_dequantised_weights(
     world.assert_parity(adapters, max_tokens=4)
 
 
+def test_r034_each_projection_of_a_group_has_rows_of_its_own(world: World, family: FamilyCase, tmp_path: Path) -> None:
+    """The first three targets are q, k and v where these are apart; k and v have fewer heads. Gemma 2 caps what queries
+    and keys alone can move."""
+    adapters = {
+        target: make_even_adapter(world.base, tmp_path / target, target_modules=[target], **family.adapter_settings)
+        for target in family.targets[:3]
+    }
+    base = world.oracle.logits(prompt_of(64, 2))
+    moved = [(world.oracle.logits(prompt_of(64, 2), folder) - base).abs().max().item() for folder in adapters.values()]
+    assert min(moved) > (LOUD if family.config_class != "Gemma2Config" else 0.0)
+    world.assert_parity(adapters, max_tokens=4, loud=False)
+
+
 def test_r029_an_adapter_is_active_whenever_it_was_loaded(world: World, family: FamilyCase, tmp_path: Path) -> None:
     first, second = (
         make_even_adapter(world.base, tmp_path / name, seed=seed, target_modules=list(family.targets))

@@ -38,6 +38,25 @@ def test_r007_rank_and_alpha_of_a_module_come_each_from_its_own_pattern(
     untied.assert_parity({"adapter": adapter})
 
 
+@pytest.mark.parametrize("use_rslora", [False, True], ids=["lora", "rslora"])
+def test_r036_every_rank_and_alpha_gives_64_tokens_of_peft(use_rslora: bool, untied: World, tmp_path: Path) -> None:
+    targets = {"attention": ["q_proj", "v_proj"], "mlp": ["up_proj", "down_proj"], "all": ALL_PROJECTIONS}
+    adapters = {
+        f"{kind}-{r}-{alpha}": make_even_adapter(
+            untied.base,
+            tmp_path / f"{kind}-{r}-{alpha}",
+            r=r,
+            lora_alpha=alpha,
+            use_rslora=use_rslora,
+            target_modules=names,
+        )
+        for kind, names in targets.items()
+        for r in (4, 16)
+        for alpha in (8, 64)
+    }
+    untied.assert_parity(adapters, max_tokens=64)
+
+
 PATTERNS: dict[str, dict[str, Any]] = {
     "anchored_at_the_end": {"alpha_pattern": {"q_pro": 64, "proj": 64, "q_proj.": 64}},
     "start_anchor": {"alpha_pattern": {"^model.layers.0.self_attn.q_proj": 64, "^self_attn.v_proj": 64}},

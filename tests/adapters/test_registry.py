@@ -325,8 +325,8 @@ def test_r089_two_hundred_cycles_of_load_use_and_unload_leave_memory_files_and_t
     slope = (sum(sizes[-20:]) - sum(sizes[:20])) / 20 / (len(sizes) - 20)
     assert slope < 50 << 10
     # Fewer when other tests' leftovers went meanwhile.
-        assert process.num_fds() <= files
-        assert process.num_threads() <= threads
+    assert process.num_fds() <= files
+    assert process.num_threads() <= threads
 
 
 def test_r088_the_memory_of_many_adapters_returns(llm: LLM, llama: Path, tmp_path: Path) -> None:

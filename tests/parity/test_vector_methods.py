@@ -32,10 +32,7 @@ from tests.parity.method_rig import (
     Expected,
     assert_adapter_is_peft,
     assert_batch_is_peft,
-    expect_adapters,
-    expect_bases,
     generate,
-    load_llms,
     make_adapter,
     make_adapters,
     make_bases,
@@ -168,21 +165,6 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def folders(bases: dict[str, Path], butterfly: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_adapters(CASES, bases, tmp_path_factory.mktemp("adapters"))
-
-
-@pytest.fixture(scope="module")
-def llms(bases: dict[str, Path], folders: dict[str, Path]) -> dict[str, LLM]:
-    return load_llms(CASES, bases, folders)
-
-
-@pytest.fixture(scope="module")
-def expected(bases: dict[str, Path], folders: dict[str, Path]) -> dict[str, Expected]:
-    return expect_adapters(CASES, bases, folders)
-
-
-@pytest.fixture(scope="module")
-def unadapted(bases: dict[str, Path]) -> dict[str, Expected]:
-    return expect_bases(bases)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -24,6 +24,9 @@ def check(entries: tuple[TokenLogprob, ...], ids: tuple[int, ...], rows: Tensor,
     assert [entry.token_id for entry in entries] == list(ids)
     for entry, row in zip(entries, rows, strict=True):
         assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
+        likelier = [int((row > row[entry.token_id] + slack).sum()) for slack in (1e-4, -1e-4)]
+        assert entry.rank is not None
+        assert likelier[0] < entry.rank <= likelier[1]
         assert len(entry.top) == count
         best = row.topk(count)
         assert [token_id for token_id, _, _ in entry.top] == best.indices.tolist()

@@ -34,6 +34,8 @@ HUGE = 10**400
         *[("stop_token_ids", value) for value in ([-1], [1.5], [True], ["5"], 5, [None])],
         *[("logit_bias", value) for value in ({-1: 1}, {"x": 1}, {5: 1000}, {5: "a"}, {5: math.nan}, {True: 1}, [1])],
         *[("ignore_eos", value) for value in ("false", 1, None)],
+        *[("skip_special_tokens", value) for value in ("false", 0, None)],
+        *[("include_stop_str_in_output", value) for value in ("true", 1, None)],
     ],
     ids=lambda value: repr(value)[:20],
 )

@@ -97,6 +97,29 @@ def test_r063_a_stop_string_ends_the_answer_before_itself(speaker: LLM, stop: An
     assert answer.token_ids == tuple(ids_of(SAYS[: SAYS.index(reason) + len(reason)]))
 
 
+@pytest.mark.parametrize(
+    ("stop", "text"), [("STOP", "abcSTOP"), (["ST", "STOP"], "abcST"), (["Pd", "never"], "abcSTOPd"), (["f"], SAYS)]
+)
+def test_what_ended_an_answer_is_part_of_it_when_asked_for(speaker: LLM, stop: Any, text: str) -> None:
+    (answer,) = say(speaker, stop=stop, include_stop_str_in_output=True).outputs
+    assert (answer.text, answer.finish_reason) == (text, "stop")
+    assert answer.token_ids == tuple(ids_of(text))
+    (answer,) = say(speaker, stop_token_ids=ids_of("P"), include_stop_str_in_output=True).outputs
+    assert (answer.text, answer.stop_reason) == ("abcSTOP", ids_of("P")[0])
+
+
+def test_special_tokens_are_text_when_they_are_not_skipped(speaker: LLM) -> None:
+    (answer,) = say(speaker, ignore_eos=True, max_tokens=len(SAYS) + 1, skip_special_tokens=False).outputs
+    assert answer.text == SAYS + "</s>"
+    # The token that ends an answer is no part of it, whatever it is, unless that is asked for too.
+    (answer,) = say(speaker, skip_special_tokens=False).outputs
+    assert answer.text == SAYS
+    (answer,) = say(speaker, skip_special_tokens=False, include_stop_str_in_output=True).outputs
+    assert answer.text == SAYS + "</s>"
+    (answer,) = say(speaker, stop=["P</s>", "</s>"], skip_special_tokens=False, ignore_eos=True).outputs
+    assert (answer.text, answer.stop_reason) == (SAYS, "</s>")
+
+
 @pytest.mark.parametrize("length", range(1, 11))
 def test_r063_a_near_miss_at_the_length_limit_is_released(speaker: LLM, length: int) -> None:
     (answer,) = say(speaker, stop=["STOPS", "fx"], max_tokens=length).outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,19 +33,28 @@ def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def check(tokenizer: Tokenizer, prompt: list[int], answer: list[int]) -> None:
+def check(tokenizer: Tokenizer, prompt: list[int], answer: list[int], *, skip_special_tokens: bool = True) -> None:
     """Nothing is lost, nothing comes early, and nothing complete is held back."""
-    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *answer])
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+    decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    before, whole = decode(prompt), decode([*prompt, *answer])
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
     shown = ""
     for count, token_id in enumerate(answer, 1):
         shown += detokenizer.push(token_id)
-        text = tokenizer.decode([*prompt, *answer[:count]])
+        text = decode([*prompt, *answer[:count]])
         assert whole.startswith(before + shown)
         if not text.endswith("\ufffd"):
             assert before + shown == text
     shown += detokenizer.flush()
     assert before + shown == whole
+
+
+@PROPERTY
+@given(prompt=TEXT, answer=IDS)
+def test_r064_special_tokens_that_are_wanted_are_text_like_any(
+    byte_level: Tokenizer, prompt: str, answer: list[int]
+) -> None:
+    check(byte_level, byte_level.encode(prompt.replace("\ufffd", "")), answer, skip_special_tokens=False)
 
 
 @PROPERTY

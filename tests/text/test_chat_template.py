@@ -46,6 +46,37 @@ def test_r028_everything_transformers_defines_is_defined(byte_level_folder: Path
         assert ("<go>" in text) == add
 
 
+def test_the_last_message_is_continued_as_transformers_does(byte_level: Tokenizer, byte_level_folder: Path) -> None:
+    reference = AutoTokenizer.from_pretrained(byte_level_folder)
+    text = byte_level.render_chat(MESSAGES, add_generation_prompt=False, continue_final_message=True)
+    assert text == reference.apply_chat_template(MESSAGES, tokenize=False, continue_final_message=True)
+    assert text.endswith("ok")
+    with pytest.raises(InvalidRequest, match="not compatible"):
+        byte_level.render_chat(MESSAGES, continue_final_message=True)
+
+
+def test_a_template_sees_the_variables_it_is_given(byte_level_folder: Path) -> None:
+    tokenizer = with_template(byte_level_folder, "{{ 'think' if enable_thinking else 'answer' }}")
+    assert tokenizer.render_chat(MESSAGES, template_variables={"enable_thinking": True}) == "think"
+    assert tokenizer.render_chat(MESSAGES) == "answer"
+
+
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "tools", "messages", "return_tensors", "conversation"])
+def test_what_is_no_variable_of_a_template_is_refused(byte_level: Tokenizer, name: str) -> None:
+    with pytest.raises(InvalidRequest, match=name) as refused:
+        byte_level.render_chat(MESSAGES, template_variables={name: True})
+    assert refused.value.param == "chat_template_kwargs"
+
+
+def test_a_developer_is_the_system_to_templates_that_know_none(byte_level_folder: Path) -> None:
+    message = {"role": "developer", "content": "be brief"}
+    simple = with_template(byte_level_folder, "{{ messages[0].role }}")
+    assert simple.render_chat([message]) == "system"
+    assert message["role"] == "developer"
+    aware = with_template(byte_level_folder, "{% if messages[0].role == 'developer' %}dev{% endif %}")
+    assert aware.render_chat([message]) == "dev"
+
+
 def test_r024_a_template_without_a_generation_prompt_renders_as_it_is(byte_level_folder: Path) -> None:
     tokenizer = with_template(byte_level_folder, "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
     assert tokenizer.render_chat(MESSAGES, add_generation_prompt=True) == "[user]héllo[assistant]ok"

@@ -15,8 +15,11 @@ class AnswerText:
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         self._request = request
-        self._detokenizer = IncrementalDetokenizer(tokenizer, request.sent_token_ids)
-        self._stops = StopStringFilter(request.params.stop)
+        params = request.params
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, request.sent_token_ids, skip_special_tokens=params.skip_special_tokens
+        )
+        self._stops = StopStringFilter(params.stop, keep_match=params.include_stop_str_in_output)
 
     @property
     def matched_stop(self) -> str | None:
@@ -25,7 +28,7 @@ class AnswerText:
 
     def push(self, token_id: int) -> str:
         """Text that one more token makes certain. Call after the token was appended to the request."""
-        if self._request.finish_reason == "stop":
+        if self._request.finish_reason == "stop" and not self._request.params.include_stop_str_in_output:
             return ""  # an end token has no text
         text = self._detokenizer.push(token_id)
         if len(self._request.output_token_ids) <= self._request.params.min_tokens:
@@ -46,6 +49,7 @@ def describe_logprobs(token_id: int, row: RowLogprobs, tokenizer: Tokenizer) -> 
         token_id=token_id,
         text=tokenizer.token_text(token_id),
         logprob=row.logprob,
+        rank=row.rank,
         top=tuple(_with_text(zip(row.top_ids, row.top_logprobs, strict=True), tokenizer)),
     )
 

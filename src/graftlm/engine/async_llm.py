@@ -25,7 +25,7 @@ from graftlm.engine.job import Job
 from graftlm.engine.memory import return_free_memory, trim_heap
 from graftlm.engine.metrics import EngineNumbers, EngineState
 from graftlm.engine.outputs import RequestFailure, RequestOutput
-from graftlm.engine.prompt import Prompt
+from graftlm.engine.prompt import Prompt, check_length
 from graftlm.engine.request_stream import RequestStream, deadline_exceeded
 from graftlm.engine.residency import ResidencyState
 from graftlm.engine.sampling_params import SamplingParams
@@ -133,35 +133,55 @@ class AsyncLLM:
         """
         return self._open().registry.resolve(model)
 
-    async def tokenize(self, text: str, *, adapter: str | None = None) -> tuple[int, ...]:
+    async def tokenize(
+        self, text: str, *, adapter: str | None = None, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
         """Token ids of a text, as a prompt of it would have.
 
+        Args:
+            add_special_tokens: with those that the tokenizer puts around every text (a BOS, say).
+
+        Raises:
+            ContextLengthExceeded: it is longer than any prompt; it is not tokenised then.
+            InvalidRequest, ModelNotFound, AdapterError
+        """
+        check_length(text, self.max_model_len)
+        tokenizer = await self._tokenizer_of(adapter)
+        return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens))
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, adapter: str | None = None, skip_special_tokens: bool = True
+    ) -> str:
+        """Text of token ids, special tokens left out unless they are wanted; an id beyond the vocabulary has none.
+
         Raises:
             ModelNotFound, AdapterError
         """
-        tokenizer = await self._tokenizer_of(adapter)
-        return tuple(await asyncio.to_thread(tokenizer.encode, text))
+        decode = partial((await self._tokenizer_of(adapter)).decode, skip_special_tokens=skip_special_tokens)
+        return await asyncio.to_thread(decode, token_ids)
 
-    async def detokenize(self, token_ids: Sequence[int], *, adapter: str | None = None) -> str:
-        """Text of token ids, special tokens left out.
+    async def tokens_of(self, token_ids: Sequence[int], *, adapter: str | None = None) -> tuple[str, ...]:
+        """Each id's entry in the vocabulary.
 
         Raises:
             ModelNotFound, AdapterError
         """
-        tokenizer = await self._tokenizer_of(adapter)
-        return await asyncio.to_thread(tokenizer.decode, token_ids)
+        return tuple(map((await self._tokenizer_of(adapter)).token, token_ids))
 
     async def apply_chat_template(
-        self, messages: Sequence[Message], *, adapter: str | None = None, add_generation_prompt: bool = True
+        self, messages: Sequence[Message], *, adapter: str | None = None, **options: Any
     ) -> tuple[int, ...]:
         """Token ids of a conversation, by the adapter's own chat template or the model's.
+
+        Args:
+            options: as for `Tokenizer.render_chat`: add_generation_prompt, continue_final_message, template_variables.
 
         Raises:
             InvalidRequest: there is no template, or it refuses the messages.
             ModelNotFound, AdapterError
         """
         encode = (await self._tokenizer_of(adapter)).encode_chat
-        return tuple(await asyncio.to_thread(encode, messages, add_generation_prompt=add_generation_prompt))
+        return tuple(await asyncio.to_thread(partial(encode, messages, **options)))
 
     async def add_request(
         self,

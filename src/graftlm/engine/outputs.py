@@ -15,12 +15,14 @@ class TokenLogprob:
     """Log-probability of one token under the model's own distribution, before penalties, bias and temperature.
 
     `text` is what the tokenizer decodes the single token to; `top` holds the k most likely tokens, best first.
-    `logprob` is None for the first token of a prompt, which nothing predicts.
+    `rank` is one more than there are likelier tokens. `logprob` and `rank` are None for the first token of a prompt,
+    which nothing predicts.
     """
 
     token_id: int
     text: str
     logprob: float | None
+    rank: int | None = None
     top: tuple[tuple[int, str, float], ...] = ()
 
 

@@ -49,8 +49,7 @@ class PromptChecker:
         """
         max_len = self._max_len(adapter)
         if isinstance(prompt, str):
-            if len(prompt) > max_len * _MAX_CHARACTERS_PER_TOKEN:
-                raise _too_long(max_len, f"a prompt of {len(prompt)} characters")
+            check_length(prompt, max_len)
             token_ids = tuple(self._tokenizer_of(adapter).encode(prompt))
         elif isinstance(prompt, dict) and isinstance(prompt.get("prompt_token_ids"), Iterable):
             token_ids = tuple(prompt["prompt_token_ids"])
@@ -154,6 +153,16 @@ class PromptChecker:
                 got=repr(token_id),
                 allowed=f"integers from 0 to {vocab_size - 1}",
             )
+
+
+def check_length(text: str, max_len: int) -> None:
+    """Refuse a text that, whatever its tokens are, has more than `max_len` of them.
+
+    Raises:
+        ContextLengthExceeded
+    """
+    if len(text) > max_len * _MAX_CHARACTERS_PER_TOKEN:
+        raise _too_long(max_len, f"a prompt of {len(text)} characters")
 
 
 def _too_long(max_len: int, got: str) -> ContextLengthExceeded:

@@ -18,9 +18,13 @@ _TOP_CANDIDATES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class RowLogprobs:
-    """Log-probabilities of one row: of the token that is there, and of the k best (ids and values, best first)."""
+    """Log-probabilities of one row: of the token that is there, and of the k best (ids and values, best first).
+
+    rank: of the token that is there: one more than there are likelier tokens.
+    """
 
     logprob: float
+    rank: int
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
 
@@ -68,8 +72,12 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken | N
 def row_logprobs(logprobs: Tensor, token_id: int, count: int) -> RowLogprobs:
     """What is reported of one row. logprobs: [V]."""
     values, ids = logprobs.topk(count)
+    logprob = logprobs[token_id]
     return RowLogprobs(
-        logprob=float(logprobs[token_id]), top_ids=tuple(ids.tolist()), top_logprobs=tuple(values.tolist())
+        logprob=float(logprob),
+        rank=1 + int((logprobs > logprob).sum()),
+        top_ids=tuple(ids.tolist()),
+        top_logprobs=tuple(values.tolist()),
     )
 
 

@@ -33,6 +33,8 @@ class SamplingParams:
         logit_bias: token id -> value in [-100, 100], added before everything else.
         stop: strings that end the answer; they never appear in it, not even in part.
         stop_token_ids: ids that end the answer beside the model's own end tokens; never part of the text.
+        include_stop_str_in_output: the text keeps what ended it, a stop string or a stop token's text.
+        skip_special_tokens: the text leaves special tokens out.
         ignore_eos: do not stop at the model's end tokens.
         priority: of the request; lower is served first.
         n: independent answers to one prompt.
@@ -56,6 +58,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     priority: int = 0
     n: int = 1
@@ -146,8 +150,10 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids"):
             if not isinstance(getattr(self, name), Collection):
                 raise InvalidRequest(f"{name} is not a list", param=name, got=repr(getattr(self, name)))
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest("ignore_eos is neither true nor false", param="ignore_eos", got=repr(self.ignore_eos))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise InvalidRequest(f"{name} is neither true nor false", param=name, got=repr(value))
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(
                 "too many stop strings", param="stop", got=len(self.stop), allowed=f"at most {MAX_STOP_STRINGS}"

@@ -6,10 +6,15 @@ from collections.abc import Sequence
 
 
 class StopStringFilter:
-    """Passes text through, holding back any end that may be the beginning of a stop string."""
+    """Passes text through, holding back any end that may be the beginning of a stop string.
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    Args:
+        keep_match: whether the stop string itself is shown too.
+    """
+
+    def __init__(self, stops: Sequence[str], *, keep_match: bool = False) -> None:
         self._stops = tuple(stops)
+        self._keep_match = keep_match
         self._held = ""
         self.matched: str | None = None
 
@@ -23,7 +28,7 @@ class StopStringFilter:
         if found:
             index, self.matched = min(found, key=lambda match: (match[0] + len(match[1]), match[0]))
             self._held = ""
-            return buffer[:index]
+            return buffer[: index + len(self.matched)] if self._keep_match else buffer[:index]
         hold = self._longest_stop_prefix_at_end(buffer)
         self._held = buffer[len(buffer) - hold :]
         return buffer[: len(buffer) - hold]

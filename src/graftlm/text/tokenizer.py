@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
 from graftlm.errors import CheckpointError, InvalidRequest
+
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
 class TextToken(NamedTuple):
@@ -32,6 +36,8 @@ class Tokenizer:
         self._special_ids = frozenset(
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
+        parameters = inspect.signature(hf_tokenizer.apply_chat_template).parameters
+        self._template_arguments = frozenset({*parameters, "messages", "conversations"})
 
     def __len__(self) -> int:
         """Number of ids, added tokens included."""
@@ -74,36 +80,69 @@ class Tokenizer:
         """Whether the id is a special token, which decoded text leaves out."""
         return token_id in self._special_ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens left out."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the ids, special tokens left out unless they are wanted."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def is_text(self, token_id: int) -> bool:
-        """Whether the id has a part in decoded text: it is in the vocabulary and not special."""
-        return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None
+    def is_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
+        """Whether the id has a part in decoded text: it is in the vocabulary, and not special where those are left
+        out."""
+        left_out = skip_special_tokens and token_id in self._special_ids
+        return not left_out and self._backend.id_to_token(token_id) is not None
+
+    def token(self, token_id: int) -> str:
+        """The id's entry in the vocabulary, as the tokenizer spells it; empty for an id beyond it."""
+        entry: str | None = self._backend.id_to_token(token_id)
+        return entry or ""
 
     def token_text(self, token_id: int) -> str:
         """Text of one id alone, special tokens included; a part of a character shows as U+FFFD."""
         text: str = self._backend.decode([token_id], skip_special_tokens=False)
         return text
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> str:
         """The prompt text for a conversation, by the model's own chat template (in Jinja's sandbox).
 
+        A developer's message is a system message to a template that does not speak of developers.
+
+        Args:
+            add_generation_prompt: end with the header of the assistant's next turn.
+            continue_final_message: end inside the last message, which the answer goes on with; needs
+                add_generation_prompt to be off.
+            template_variables: what the template sees beside the conversation (`enable_thinking`, say).
+
         Raises:
-            InvalidRequest: the model has no template, or the template refuses these messages.
+            InvalidRequest: the model has no template, the template refuses these messages, or a variable has the name
+                of something that is not the caller's to set.
         """
         if not self.chat_template:
             raise InvalidRequest(
                 "this model has no chat template", param="messages", do="send a prompt to /v1/completions instead"
             )
+        if taken := sorted(self._template_arguments.intersection(template_variables)):
+            raise InvalidRequest(
+                "chat_template_kwargs sets what is no variable of a template",
+                param="chat_template_kwargs",
+                got=", ".join(taken),
+                do="leave it out",
+            )
+        has_developers = "developer" in self.chat_template
         try:
             text: str = self._hf.apply_chat_template(
-                [dict(message) for message in messages],
+                [dict(message) if has_developers else _with_known_role(message) for message in messages],
                 chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **template_variables,
             )
         except Exception as cause:  # a template is foreign code: it can divide by zero, recurse without end, …
             raise InvalidRequest(
@@ -111,14 +150,25 @@ class Tokenizer:
             ) from cause
         return text
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids for a conversation. The template writes its own special tokens, so none are added (one BOS, not
-        two)."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        two).
+
+        Args:
+            options: as for `render_chat`.
+
+        Raises:
+            InvalidRequest: as `render_chat`.
+        """
+        text = self.render_chat(messages, **options)
         try:
             return self.encode(text, add_special_tokens=False)
         except InvalidRequest as cause:
             raise InvalidRequest(cause.what, param="messages", got=cause.got) from cause
+
+
+def _with_known_role(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {**message, "role": "system"} if message.get("role") == "developer" else dict(message)
 
 
 def load_tokenizer(folder: Path, gguf_file: str | None = None) -> Tokenizer:

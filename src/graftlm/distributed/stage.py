@@ -26,6 +26,7 @@ from graftlm.distributed.messages import (
 from graftlm.engine.load_options import choose_dtype, load_policy
 from graftlm.engine.span_runner import SpanRunner
 from graftlm.errors import AdapterError, GraftError
+from graftlm.kernels.registry import choose_kernels
 from graftlm.layers.patch import ModelPatch, PrefixPatch
 from graftlm.models.base_weights import CheckpointWeights, DecoderWeights
 from graftlm.models.build import build_span
@@ -108,7 +109,12 @@ class Stage:
         return self._reply
 
     def _new_runner(self) -> SpanRunner:
-        return SpanRunner(self._span, num_blocks=self._num_blocks, block_size=self._config.block_size)
+        return SpanRunner(
+            self._span,
+            num_blocks=self._num_blocks,
+            block_size=self._config.block_size,
+            kernels=choose_kernels(self._span.device),
+        )
 
     def _read(self, part: AdapterPart) -> AdapterWeights:
         try:

@@ -12,6 +12,7 @@ from graftlm.engine.cache_plan import CachePlan, plan_cache
 from graftlm.engine.executor import Executor, LocalExecutor
 from graftlm.engine.residency import Residency
 from graftlm.engine.span_runner import SpanRunner
+from graftlm.kernels.registry import choose_kernels
 from graftlm.models.base_weights import BaseWeights, DecoderWeights
 from graftlm.models.length_regimes import LengthRegimes
 
@@ -53,7 +54,13 @@ def serve_here(config: EngineConfig, checkpoint: Checkpoint, residency: Residenc
     )
     return ServedModel(
         executor=LocalExecutor(
-            SpanRunner(decoder, num_blocks=plan.num_blocks, block_size=config.block_size), residency
+            SpanRunner(
+                decoder,
+                num_blocks=plan.num_blocks,
+                block_size=config.block_size,
+                kernels=choose_kernels(decoder.device),
+            ),
+            residency,
         ),
         has_all_layers=True,
         base=DecoderWeights(decoder),

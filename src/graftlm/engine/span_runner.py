@@ -11,15 +11,21 @@ from graftlm.adapters import AdapterWeights
 from graftlm.engine.batch_builder import build_batch, build_key_values
 from graftlm.engine.block_pool import BlockId
 from graftlm.engine.scheduler import ScheduledSequence
+from graftlm.kernels.registry import Kernels, using
 from graftlm.layers.kv_cache import KVCache
 from graftlm.models.decoder import DecoderSpan
 
 
 class SpanRunner:
-    """A decoder, or a span of one, with the KV cache of its layers."""
+    """A decoder, or a span of one, with the KV cache of its layers.
 
-    def __init__(self, span: DecoderSpan, *, num_blocks: Sequence[int], block_size: int) -> None:
+    Args:
+        kernels: what it computes with.
+    """
+
+    def __init__(self, span: DecoderSpan, *, num_blocks: Sequence[int], block_size: int, kernels: Kernels) -> None:
         self._span = span
+        self._kernels = kernels
         self._cache = KVCache(
             span.kv_shapes, num_blocks=num_blocks, block_size=block_size, dtype=span.dtype, device=span.device
         )
@@ -45,9 +51,10 @@ class SpanRunner:
             if begun := [block for sequence in sequences if (block := self._begun_block(sequence, table)) is not None]:
                 self._cache.clear(table % num_groups, begun)
         span = self._span
-        batch = build_batch(sequences, adapters, device=span.device)
-        key_values = build_key_values(sequences, self._cache, windows=span.windows, device=span.device)
-        return span(batch, key_values, hidden)
+        with using(self._kernels):
+            batch = build_batch(sequences, adapters, device=span.device)
+            key_values = build_key_values(sequences, self._cache, windows=span.windows, device=span.device)
+            return span(batch, key_values, hidden)
 
     def _begun_block(self, sequence: ScheduledSequence, table: int) -> BlockId | None:
         """The block of a table that this step begins and does not fill. Its other slots are attended, masked, before

@@ -38,7 +38,7 @@ class OutputHead:
             if patch.vocab_size is not None:
                 logits[span, patch.vocab_size :] = -torch.inf
             if patch.rows is not None:
-                logits[span, patch.rows.ids] = hidden[span] @ patch.rows.values.t()
+                logits[span, patch.rows.ids] = ops.linear(hidden[span], patch.rows.values)
         return ops.widened(logits if self._softcap is None else _capped(logits, self._softcap))
 
 

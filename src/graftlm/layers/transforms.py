@@ -109,7 +109,7 @@ class BlockRotation:
         size = self.blocks.shape[-1]
         inputs = x.float() if self.order is None else x.float()[:, self.order]
         grouped = inputs.reshape(x.shape[0], x.shape[1] // size, size)
-        rotated = torch.einsum("tgi,gij->tgj", grouped, self.blocks).reshape(x.shape)
+        rotated = ops.grouped_matmul(grouped, self.blocks).reshape(x.shape)
         if self.order is not None:
             rotated = torch.empty_like(rotated).index_copy_(1, self.order, rotated)
         return rotated.to(x.dtype)

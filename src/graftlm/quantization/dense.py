@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
+from graftlm.kernels import ops
+
 
 class DenseWeight:
     """A `Weight` that is its own dequantised form."""
@@ -26,7 +28,7 @@ class DenseWeight:
         return str(self._matrix.dtype).removeprefix("torch.")
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return functional.linear(x, self._matrix, bias)
+        return ops.linear(x, self._matrix, bias)
 
     def rows(self, ids: Tensor) -> Tensor:
         return functional.embedding(ids, self._matrix)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from graftlm.kernels import ops
 from graftlm.quantization.weight import Weight
 
 # Elements dequantised at once: 16 MB in float32, so that the copy does not outgrow what quantising saved.
@@ -28,7 +28,7 @@ def dequantized_matmul(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor
 
 def _matmul(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
     slabs = [
-        functional.linear(x, weight.part(start, stop).dequantize(), None if bias is None else bias[start:stop])
+        ops.linear(x, weight.part(start, stop).dequantize(), None if bias is None else bias[start:stop])
         for start, stop in _slabs(weight)
     ]
     return slabs[0] if len(slabs) == 1 else torch.cat(slabs, dim=1)

@@ -44,15 +44,7 @@ class LoraSegment(NamedTuple):
 
 
 def lora(out: Tensor, x: Tensor, segments: Iterable[LoraSegment]) -> None:
-    """Add each segment's low-rank update to its rows of `out`, in place. Differentiable.
-
-    Semantics: for each segment s and expand e of its update:
-        out[s.start:s.stop, e.out_start:e.out_stop] += (x[s.start:s.stop] @ shrink)[:, e.rank] @ e.matrix
-    Rows outside the segments are untouched. The update is computed in its own dtype (float32) and rounded once,
-    together with the base's result, to `out`'s dtype: what PEFT does for a single adapter.
-    Args: x: [T, in]. out: [T, out]. segments: disjoint.
-    Source: Punica, arXiv 2310.18547; rounding from peft/tuners/lora/layer.py.
-    """
+    """`ops.lora`."""
     for segment in segments:
         factors = (segment.update.shrink, *(expand.matrix for expand in segment.update.expands))
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *factors)):

@@ -21,7 +21,7 @@ from graftlm.training.job import TrainingJob
 from graftlm.training.loss import CHUNK_ELEMENTS, backward
 from graftlm.training.packed_batch import Share, pack
 from graftlm.training.start import choose_start
-from graftlm.training.trainable import TrainableLora
+from graftlm.training.trainable import TrainableAdapter
 from tests.parity.family_cases import FAMILY_CASES
 from tests.parity.oracle import prompt_of
 from tests.tiny import make_adapter, make_llama, make_model
@@ -54,12 +54,12 @@ def decoder_of(base: Path, dtype: torch.dtype = torch.float64, policy: LoadPolic
     return build_decoder(open_checkpoint(base), dtype=dtype, device=torch.device("cpu"), policy=policy)
 
 
-def trainable_of(adapter: Path, decoder: Decoder) -> TrainableLora:
+def trainable_of(adapter: Path, decoder: Decoder) -> TrainableAdapter:
     job = TrainingJob(data="unread", output="unwritten", init_adapter=str(adapter))
-    return TrainableLora(choose_start(job, decoder.sites, "base"), DecoderWeights(decoder), seed=0)
+    return TrainableAdapter(choose_start(job, decoder.sites, "base"), DecoderWeights(decoder), seed=0)
 
 
-def gradients_of(trainable: TrainableLora, decoder: Decoder, documents: tuple[Document, ...]) -> dict[str, Tensor]:
+def gradients_of(trainable: TrainableAdapter, decoder: Decoder, documents: tuple[Document, ...]) -> dict[str, Tensor]:
     packed = pack([Share(patch=trainable.patch(), documents=documents)], decoder)
     backward(decoder, packed, [1], recompute_layers=False)
     return {name: gradient for name, tensor in trainable.parameters.items() if (gradient := tensor.grad) is not None}
@@ -72,10 +72,11 @@ class DoubleNorm(torch.nn.Module):
         super().__init__()
         is_gemma = type(norm).__name__.startswith("Gemma")
         self._eps = norm.eps if is_gemma else norm.variance_epsilon
-        self._gain = norm.weight.detach() + (1.0 if is_gemma else 0.0)
+        self.weight = norm.weight
+        self._offset = 1.0 if is_gemma else 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * (x.square().mean(dim=-1, keepdim=True) + self._eps).rsqrt() * self._gain
+        return x * (x.square().mean(dim=-1, keepdim=True) + self._eps).rsqrt() * (self.weight + self._offset)
 
 
 def double_norms(model: torch.nn.Module) -> None:
@@ -96,7 +97,7 @@ def assert_gradients_of_peft(base: Path, adapter: Path, *, tolerance: float, att
         [peft_loop.summed_loss(model, document.token_ids, document.learnt) for document in DOCUMENTS]
     ).sum().backward()
     expected = {
-        name.replace(".default", "").replace("vector.weight", "vector"): parameter.grad
+        name.replace(".modules_to_save", "").replace(".default", "").replace("vector.weight", "vector"): parameter.grad
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
@@ -122,6 +123,36 @@ def test_gradients_are_those_of_peft(tmp_path: Path, family: str, *, use_dora: b
     # Torch's own attention knows no cap.
     attention = "eager" if family == "gemma2" else "sdpa"
     assert_gradients_of_peft(base, adapter, tolerance=TOLERANCES[family], attention=attention)
+
+
+# Tokens that the documents have, out of order.
+TOKENS = [DOCUMENTS[1].token_ids[9], *sorted(DOCUMENTS[2].token_ids[:2])]
+# A family -> what is trained besides q_proj or its like.
+PARTS: dict[str, dict[str, Any]] = {
+    "llama": {"modules_to_save": ["norm", "lm_head", "down_proj", "embed_tokens"]},
+    "gemma": {"modules_to_save": ["norm", "embed_tokens"]},
+    "gpt2": {"modules_to_save": ["ln_f", "c_fc", "wte"]},
+    "gpt_bigcode": {"modules_to_save": ["ln_1", "lm_head"]},
+    "bloom": {"trainable_token_indices": TOKENS},
+    "opt": {"trainable_token_indices": {"lm_head": TOKENS}},
+    "mixtral": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    "gpt_oss": {"target_parameters": ["mlp.experts.down_proj"], "trainable_token_indices": TOKENS},
+}
+# The softmax of a router, and that of BLOOM's scores, is float32 in transformers.
+PART_TOLERANCES = {"mixtral": 1e-5, "gpt_oss": 1e-5, "bloom": 1e-5}
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*lora_dropout.*:UserWarning")
+@pytest.mark.parametrize("family", PARTS)
+def test_gradients_of_whole_modules_token_rows_and_experts_are_those_of_peft(tmp_path: Path, family: str) -> None:
+    """R120."""
+    case = FAMILY_CASES[family]
+    base = make_model(tmp_path / "base", case.config(), dtype=torch.float64)
+    adapter = make_adapter(base, tmp_path / "adapter", scale=0.1, target_modules=[case.targets[0]], **PARTS[family])
+    # For these two transformers has no other.
+    attention = "eager" if family in ("gpt_oss", "bloom") else "sdpa"
+    assert_gradients_of_peft(base, adapter, tolerance=PART_TOLERANCES.get(family, 1e-8), attention=attention)
 
 
 def test_a_large_vocabulary_is_computed_in_parts_with_the_same_gradients(tmp_path: Path) -> None:

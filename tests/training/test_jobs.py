@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 
 from graftlm.config import EngineConfig
 from graftlm.errors import AdapterUnsupported, ConfigurationError, GraftError
@@ -134,8 +137,39 @@ def test_options_that_differ_from_the_init_adapters_are_listed(llama: Path, tmp_
 
 
 def test_an_init_adapter_that_is_more_than_a_lora_is_refused(llama: Path, tmp_path: Path) -> None:
-    start = make_adapter(llama, tmp_path / "start", modules_to_save=["lm_head"])
-    assert "modules_to_save" in str(refused(llama, tmp_path, init_adapter=start))
+    start = make_adapter(llama, tmp_path / "start", alora_invocation_tokens=[5, 6])
+    assert "alora_invocation_tokens" in str(refused(llama, tmp_path, init_adapter=start))
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"modules_to_save": "lm_haed"}, "modules_to_save names no module of this model; got: lm_haed"),
+        ({"trainable_token_indices": "5,259"}, "no rows for; got: .*259.*; allowed: token ids below 259"),
+        ({"trainable_token_indices": "one"}, "trainable_token_indices is not usable"),
+        ({"target_parameters": "experts.gate_up_proj"}, "target_parameters names experts.gate_up_proj"),
+        ({"target_modules": "embed_tokens", "modules_to_save": "norm", "dropout": 0.1}, "no such options.*dropout"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(
+    llama: Path, tmp_path: Path, settings: dict[str, Any], match: str
+) -> None:
+    assert re.search(match, str(refused(llama, tmp_path, **settings)))
+
+
+def test_rows_of_a_head_that_is_adapted_too_are_refused(tied_llama: Path, tmp_path: Path) -> None:
+    settings = {"target_modules": "lm_head", "trainable_token_indices": "5"}
+    assert "together with a low-rank update of the output head" in str(refused(tied_llama, tmp_path, **settings))
+
+
+def test_an_init_adapter_with_a_table_of_its_own_is_refused(llama: Path, tmp_path: Path) -> None:
+    """R120."""
+    start = make_adapter(llama, tmp_path / "start", target_modules=["q_proj", "embed_tokens"])
+    weights = start / "adapter_model.safetensors"
+    tensors = safetensors.torch.load_file(weights)
+    tensors["base_model.model.model.embed_tokens.base_layer.weight"] = torch.ones(259, 64)
+    safetensors.torch.save_file(tensors, weights)
+    assert "a matrix of its own for model.embed_tokens" in str(refused(llama, tmp_path, init_adapter=start))
 
 
 def test_the_defaults_are_written_as_peft_writes_them(llama: Path, tmp_path: Path) -> None:

@@ -60,19 +60,56 @@ def test_losses_are_those_of_peft_and_a_plain_loop(llama: Path, tmp_path: Path, 
     assert found[0]["tokens"] == sum(sum(counts) for _, counts in encoded[:4])
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_a_trained_folder_has_the_same_logits_in_peft_and_in_graft(llama: Path, tmp_path: Path, *, dora: bool) -> None:
-    """R117, C32."""
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+        {"target_modules": "all-linear", "dora": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["norm", "lm_head"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [101, 32], "modules_to_save": ["lm_head"]},
+    ],
+    ids=["ends", "dora", "whole", "rows"],
+)
+def test_a_trained_folder_has_the_same_logits_in_peft_and_in_graft(
+    llama: Path, tmp_path: Path, method: dict[str, Any]
+) -> None:
+    """R117, R120, C32."""
     data = write_rows(tmp_path / "rows.jsonl", completion_rows())
-    targets = "all-linear" if dora else ["q_proj", "embed_tokens", "lm_head"]
-    train(llama, data=data, output=tmp_path / "out", steps=6, lr=2e-2, target_modules=targets, rank=4, dora=dora)
-    ids = list(range(60, 90))
+    train(llama, data=data, output=tmp_path / "out", steps=6, lr=2e-2, rank=4, **method)
+    ids = [101, 32, *range(60, 90)]
     oracle = Oracle(llama)
     expected = oracle.logits(ids, tmp_path / "out")
     llm = LLM(llama, adapters={"trained": tmp_path / "out"}, kv_cache_bytes=1 << 20)
     assert_close(llm.logits(ids, adapter="trained"), expected)
     assert (expected - oracle.logits(ids)).abs().max() > LOUD
     llm.shutdown()
+
+
+def test_token_rows_of_a_tied_base_are_trained_for_both_ends(tied_llama: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", completion_rows())
+    out = tmp_path / "out"
+    train(
+        tied_llama, data=data, output=out, steps=6, lr=2e-2, target_modules="q_proj", trainable_token_indices="101,32"
+    )
+    ids = [101, 32, *range(60, 90)]
+    oracle = Oracle(tied_llama)
+    llm = LLM(tied_llama, adapters={"trained": out}, kv_cache_bytes=1 << 20)
+    found, expected, untrained = llm.logits(ids, adapter="trained"), oracle.logits(ids, out), oracle.logits(ids)
+    llm.shutdown()
+    assert_close(found, expected)
+    assert (expected - untrained)[:, [101, 32]].abs().max() > LOUD
+
+
+def test_training_goes_on_from_whole_modules_and_token_rows(llama: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", completion_rows())
+    common: dict[str, Any] = {"data": data, "lr": 1e-2, "schedule": "constant", "shuffle": False, "batch_size": 8}
+    parts = {"target_modules": ["q_proj"], "trainable_token_indices": "101,32", "modules_to_save": ["norm"]}
+    train(llama, output=tmp_path / "first", steps=3, **common, **parts)
+    train(llama, output=tmp_path / "second", steps=1, init_adapter=tmp_path / "first", **common)
+    train(llama, output=tmp_path / "whole", steps=4, **common, **parts)
+    last = metrics(tmp_path / "whole")[-1]["loss"]
+    assert metrics(tmp_path / "second")[0]["loss"] == pytest.approx(last, abs=1e-6)
+    assert last < metrics(tmp_path / "first")[0]["loss"] - 0.05
 
 
 def test_micro_batches_are_one_batch(llama: Path, tmp_path: Path) -> None:

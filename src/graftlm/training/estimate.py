@@ -10,7 +10,7 @@ from graftlm.training.batch_order import BatchOrder
 from graftlm.training.loss import CHUNK_ELEMENTS
 from graftlm.training.packed_batch import num_rows
 from graftlm.training.train import PreparedJob
-from graftlm.training.trainable import TrainableLora
+from graftlm.training.trainable import TrainableAdapter
 
 # Of each parameter: itself, its gradient, and AdamW's two moments.
 _COPIES = 4
@@ -39,14 +39,14 @@ class JobEstimate:
 def estimate(prepared: PreparedJob, base: Base, *, gradient_checkpointing: bool) -> JobEstimate:
     """Count what a job trains and learns from, and estimate its memory beside the base's weights."""
     job, decoder = prepared.job, base.decoder
-    trainable = TrainableLora(prepared.start, DecoderWeights(decoder), seed=job.seed)
+    trainable = TrainableAdapter(prepared.start, DecoderWeights(decoder), seed=job.seed)
     order = BatchOrder(len(prepared.documents), job.batch_size, shuffle=job.shuffle, seed=job.seed)
     longest = sorted((num_rows(document) for document in prepared.documents), reverse=True)
     rows = sum(longest[: job.batch_size])
     width = decoder.sites.embedding_size * decoder.dtype.itemsize
     kept = 1 if gradient_checkpointing else _KEPT_PER_ROW
     return JobEstimate(
-        num_modules=len(prepared.start.targets),
+        num_modules=trainable.num_modules,
         num_parameters=trainable.num_parameters,
         parameter_bytes=sum(tensor.nbytes for tensor in trainable.parameters.values()) * _COPIES,
         activation_bytes=rows * width * len(decoder.kv_shapes) * kept,

@@ -17,6 +17,9 @@ LongDocuments = Literal["truncate", "split", "refuse"]
 DEFAULT_RANK, DEFAULT_ALPHA, DEFAULT_TARGETS = 16, 32.0, "all-linear"
 
 _NAME_LIST = re.compile(r"[\w.-]+(,[\w.-]+)*")
+_ID_LIST = re.compile(r"[0-9]+(,[0-9]+)*")
+# Options that a job file may write as lists.
+_LISTS = ("target_modules", "modules_to_save", "trainable_token_indices", "target_parameters")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,13 @@ class TrainingJob:
         alpha: the update is scaled by alpha / rank; default: 32, or that of `init_adapter`.
         target_modules: ends of module names with commas between them, one regular expression for whole names, or
             all-linear; default: all-linear, or those of `init_adapter`.
+        modules_to_save: ends of names, with commas between them, of modules that are trained whole: norms, linear
+            layers, the embedding, the head. As in PEFT, an end need not begin at a dot: norm is every module that ends
+            in norm.
+        trainable_token_indices: ids, with commas between them, of tokens that get embedding rows of their own; the
+            rows are the head's too if it is tied.
+        target_parameters: ends of names, with commas between them, of stacked matrices of experts, such as
+            mlp.experts.down_proj, each of which gets a low-rank update.
         rslora: scale by alpha / sqrt(rank) instead.
         dora: learn the length of each row of the adapted weights separately (DoRA).
         lr: learning rate, after the warm-up.
@@ -64,6 +74,9 @@ class TrainingJob:
     rank: int | None = None
     alpha: float | None = None
     target_modules: str | None = None
+    modules_to_save: str | None = None
+    trainable_token_indices: str | None = None
+    target_parameters: str | None = None
     rslora: bool = False
     dora: bool = False
     lr: float = 2e-4
@@ -101,6 +114,16 @@ class TrainingJob:
             raise ConfigurationError("eval_fraction leaves nothing to learn from", got=self.eval_fraction)
         if self.eval_data is not None and self.eval_fraction:
             raise ConfigurationError("eval_data and eval_fraction are two ways to say one thing", do="leave one out")
+        for name, form in (
+            ("modules_to_save", _NAME_LIST),
+            ("target_parameters", _NAME_LIST),
+            ("trainable_token_indices", _ID_LIST),
+        ):
+            if (value := getattr(self, name)) is not None and not form.fullmatch(str(value)):
+                what = "token ids" if form is _ID_LIST else "names"
+                raise ConfigurationError(
+                    f"{name} is not usable", got=repr(value), allowed=f"{what}, with commas between"
+                )
         for name, words in (("schedule", Schedule), ("long_documents", LongDocuments)):
             if getattr(self, name) not in words.__args__:  # type: ignore[attr-defined]
                 allowed = ", ".join(words.__args__)  # type: ignore[attr-defined]
@@ -118,6 +141,21 @@ class TrainingJob:
         if targets is None or targets.lower() == DEFAULT_TARGETS:
             return targets
         return targets.split(",") if _NAME_LIST.fullmatch(targets) else targets
+
+    @property
+    def saved_modules(self) -> list[str]:
+        """`modules_to_save` as adapter_config.json has it."""
+        return self.modules_to_save.split(",") if self.modules_to_save else []
+
+    @property
+    def parameters(self) -> list[str]:
+        """`target_parameters` as adapter_config.json has it."""
+        return self.target_parameters.split(",") if self.target_parameters else []
+
+    @property
+    def token_indices(self) -> list[int]:
+        """`trainable_token_indices` as adapter_config.json has it."""
+        return [int(index) for index in self.trainable_token_indices.split(",")] if self.trainable_token_indices else []
 
     def _check_integer(self, name: str, *, lowest: int) -> None:
         value = getattr(self, name)
@@ -149,8 +187,9 @@ def make_job(settings: Mapping[str, Any]) -> TrainingJob:
     for name in ("data", "output", "init_adapter", "eval_data"):
         if isinstance(values.get(name), Path):
             values[name] = str(values[name])
-    if isinstance(values.get("target_modules"), list | tuple):
-        values["target_modules"] = ",".join(values["target_modules"])
+    for name in _LISTS:
+        if isinstance(values.get(name), list | tuple):
+            values[name] = ",".join(str(item) for item in values[name]) or None
     return TrainingJob(**values)
 
 

@@ -23,7 +23,7 @@ from graftlm.training.metrics_log import MetricsLog
 from graftlm.training.output import CHECKPOINT_NAME, METRICS_NAME, make_folder, save_adapter
 from graftlm.training.schedule import learning_rate
 from graftlm.training.start import Start
-from graftlm.training.trainable import TrainableLora
+from graftlm.training.trainable import TrainableAdapter
 
 # Updates in a row without a finite loss and gradient after which a job is given up.
 MAX_SKIPPED = 3
@@ -54,7 +54,7 @@ class JobRun:
     ) -> None:
         self.job = job
         self.held_out = held_out
-        self.trainable = TrainableLora(start, base, seed=job.seed)
+        self.trainable = TrainableAdapter(start, base, seed=job.seed)
         self.step = 0
         self.state: State = "running"
         self.failure: str | None = None

@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from graftlm.adapters.config import LoraConfig, parse_lora_config
 from graftlm.adapters.files import read_adapter_files
-from graftlm.adapters.targets import select_targets
+from graftlm.adapters.methods.parameters import BY_MEANING, select_parameters
+from graftlm.adapters.targets import is_saved, select_targets
 from graftlm.errors import AdapterUnsupported, ConfigurationError
-from graftlm.models.site import SiteMap
+from graftlm.models.site import ExpertStack, SiteMap
 from graftlm.training.job import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, TrainingJob
+
+logger = logging.getLogger(__name__)
+
+# Of PEFT, whose layout is written.
+PEFT_VERSION = "0.21.0"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """raw: adapter_config.json. config: what it says. targets: paths of the modules that are adapted, in model order.
-    tensors: the given adapter's, under the file's names; None for a fresh one."""
+    """raw: adapter_config.json. config: what it says. tensors: the given adapter's, under the file's names; None for a
+    fresh one.
+
+    targets: paths of the modules with a low-rank update, in model order. stacks: of experts, with one for each. saved:
+    paths of the modules that are trained whole. token_ids: of the tokens whose rows are trained, by the path of the
+    embedding or the head; rows_reach_head: those of the embedding are the head's too.
+    """
 
     raw: Mapping[str, Any]
     config: LoraConfig
-    targets: tuple[str, ...]
     tensors: Mapping[str, Tensor] | None
+    targets: tuple[str, ...]
+    stacks: tuple[ExpertStack, ...]
+    saved: tuple[str, ...]
+    token_ids: Mapping[str, tuple[int, ...]]
+    rows_reach_head: bool
 
 
 def choose_start(job: TrainingJob, sites: SiteMap, model: str) -> Start:
@@ -40,19 +56,34 @@ def choose_start(job: TrainingJob, sites: SiteMap, model: str) -> Start:
     """
     if job.init_adapter is None:
         raw = _fresh_config(job, sites, model)
-        config = parse_lora_config(raw)
-        return Start(raw=raw, config=config, targets=_targets(config, sites), tensors=None)
+        return _make_start(raw, parse_lora_config(raw), sites, None)
     files = read_adapter_files(job.init_adapter, max_bytes=1 << 62, allow_pickle=False)
     if files.config.get("peft_type") != "LORA":
         raise AdapterUnsupported(
             "init_adapter is not a LoRA", got=f"peft_type={files.config.get('peft_type')!r}"[:200], allowed="LORA"
         )
     config = parse_lora_config(files.config)
-    _check_trainable(config)
-    targets = _targets(config, sites)
-    _check_same(job, config, targets, sites)
+    _check_trainable(config, sites)
+    _check_same(job, config, sites)
+    if dropout := files.config.get("lora_dropout"):
+        logger.warning("%s was trained with lora_dropout=%s; it goes on without", job.init_adapter, dropout)
     raw = {**files.config, "base_model_name_or_path": model, "inference_mode": True, "lora_dropout": 0.0}
-    return Start(raw=raw, config=config, targets=targets, tensors=files.tensors)
+    return _make_start(raw, config, sites, files.tensors)
+
+
+def _make_start(
+    raw: Mapping[str, Any], config: LoraConfig, sites: SiteMap, tensors: Mapping[str, Tensor] | None
+) -> Start:
+    return Start(
+        raw=raw,
+        config=config,
+        tensors=tensors,
+        targets=_targets(config, sites),
+        stacks=_stacks(config, sites),
+        saved=_saved(config, sites),
+        token_ids=_token_ids(config, sites),
+        rows_reach_head=sites.tied_head and len(set(config.token_indices.values())) == 1,
+    )
 
 
 def _fresh_config(job: TrainingJob, sites: SiteMap, model: str) -> dict[str, Any]:
@@ -64,10 +95,14 @@ def _fresh_config(job: TrainingJob, sites: SiteMap, model: str) -> dict[str, Any
         "init_lora_weights": True,
         "lora_alpha": DEFAULT_ALPHA if job.alpha is None else job.alpha,
         "lora_dropout": 0.0,
+        "modules_to_save": job.saved_modules or None,
         "peft_type": "LORA",
+        "peft_version": PEFT_VERSION,
         "r": DEFAULT_RANK if job.rank is None else job.rank,
         "target_modules": job.targets or DEFAULT_TARGETS,
+        "target_parameters": job.parameters or None,
         "task_type": "CAUSAL_LM",
+        "trainable_token_indices": job.token_indices or None,
         "use_dora": job.dora,
         "use_rslora": job.rslora,
     }
@@ -107,28 +142,82 @@ def _targets(config: LoraConfig, sites: SiteMap) -> tuple[str, ...]:
     return tuple(path for path in order if path in selected)
 
 
+def _stacks(config: LoraConfig, sites: SiteMap) -> tuple[ExpertStack, ...]:
+    found = select_parameters(config, sites)
+    if found.modules:
+        raise AdapterUnsupported(
+            "target_parameters names what is not trained as a parameter",
+            got=", ".join(sorted(found.modules)[:5]),
+            allowed=", ".join(sorted({path.rpartition(".")[2] for path in sites.expert_stacks})) or "experts' matrices",
+        )
+    return found.stacks
+
+
+def _saved(config: LoraConfig, sites: SiteMap) -> tuple[str, ...]:
+    """In model order: the embedding, norms, linear layers."""
+    names = config.modules_to_save
+    covered = [path for path in sites.module_paths if is_saved(config, path)]
+    for name in names:
+        if not any(is_saved(replace(config, modules_to_save=(name,)), path) for path in covered):
+            endings = sorted({path.rpartition(".")[2] for path in sites.module_paths})
+            raise ConfigurationError(
+                "modules_to_save names no module of this model", got=name, allowed=", ".join(endings)
+            )
+    if unknown := sorted(path for path in covered if path in sites.other_paths or path in sites.routers):
+        raise AdapterUnsupported(
+            "modules_to_save names what is not trained whole",
+            got=", ".join(unknown[:5]),
+            allowed="linear layers, norms, the embedding, the head",
+        )
+    order = (sites.embedding_path, *sites.norms, *sites.linears)
+    return tuple(path for path in order if path in covered)
+
+
+def _token_ids(config: LoraConfig, sites: SiteMap) -> dict[str, tuple[int, ...]]:
+    ends = (sites.embedding_path, sites.head_path)
+    found: dict[str, tuple[int, ...]] = {}
+    for name, ids in config.token_indices.items():
+        path = next((end for end in ends if end.endswith(name)), None) if name else sites.embedding_path
+        if path is None:
+            raise ConfigurationError(
+                "trainable_token_indices names a module without tokens", got=name, allowed=" or ".join(ends)
+            )
+        if not ids or max(ids) >= sites.vocab_size:
+            raise ConfigurationError(
+                "trainable_token_indices names tokens that the model has no rows for",
+                got=str(list(ids))[:200],
+                allowed=f"token ids below {sites.vocab_size}",
+            )
+        found[path] = ids
+    return found
+
+
 def _ends_with(path: str, name: str) -> bool:
     return path == name or path.endswith(f".{name}")
 
 
-def _check_trainable(config: LoraConfig) -> None:
+def _check_trainable(config: LoraConfig, sites: SiteMap) -> None:
     present = {
         "bias": config.bias != "none",
         "lora_bias": config.use_lora_bias,
         "init_lora_weights": config.initialisation != "plain",
         "use_bdlora": config.is_block_diagonal,
-        "target_parameters": bool(config.target_parameters),
-        "trainable_token_indices": bool(config.token_indices),
+        "target_parameters in the layout of PEFT before 0.19.1": (
+            bool(config.target_parameters) and config.peft_version < BY_MEANING
+        ),
+        "layer_replication": bool(config.layer_ranges),
+        "ensure_weight_tying": config.ensures_tying and sites.tied_head,
         "alora_invocation_tokens": bool(config.invocation_token_ids),
-        "modules_to_save": bool(config.modules_to_save),
     }
     if names := [name for name, is_present in present.items() if is_present]:
         raise AdapterUnsupported(
-            "init_adapter uses what cannot be trained here", got=", ".join(names), allowed="LoRA, rsLoRA, DoRA"
+            "init_adapter uses what cannot be trained here",
+            got=", ".join(names),
+            allowed="LoRA, rsLoRA, DoRA, modules_to_save, trainable_token_indices, target_parameters",
         )
 
 
-def _check_same(job: TrainingJob, config: LoraConfig, targets: tuple[str, ...], sites: SiteMap) -> None:
+def _check_same(job: TrainingJob, config: LoraConfig, sites: SiteMap) -> None:
     differences = [
         f"{name}: {asked} asked, {found} in init_adapter"
         for name, asked, found in (
@@ -136,12 +225,15 @@ def _check_same(job: TrainingJob, config: LoraConfig, targets: tuple[str, ...], 
             ("alpha", job.alpha, config.alpha),
             ("rslora", job.rslora or None, config.use_rslora),
             ("dora", job.dora or None, config.use_dora),
+            ("modules_to_save", job.saved_modules or None, list(config.modules_to_save)),
+            ("target_parameters", job.parameters or None, list(config.target_parameters)),
+            ("trainable_token_indices", job.token_indices or None, list(config.token_indices.get("", ()))),
         )
         if asked is not None and asked != found
     ]
     if job.targets is not None:
         fresh = {"target_modules": job.targets, "task_type": "CAUSAL_LM"}
-        asked_targets = _targets(parse_lora_config(fresh), sites)
+        asked_targets, targets = _targets(parse_lora_config(fresh), sites), _targets(config, sites)
         if asked_targets != targets:
             differences.append(f"target_modules: {len(asked_targets)} modules asked, {len(targets)} in init_adapter")
     if differences:

@@ -19,7 +19,7 @@ from graftlm.adapters.methods.compiled import CompiledAdapter
 from graftlm.adapters.methods.dora import dora_output, dora_scale
 from graftlm.adapters.methods.parameters import check_expert_module, check_plain, select_parameters, take_stacks
 from graftlm.adapters.methods.saved_modules import SavedModules
-from graftlm.adapters.methods.token_rows import token_rows
+from graftlm.adapters.methods.token_rows import TOKEN_ROWS, token_rows
 from graftlm.adapters.module_tensors import ModuleTensors, check_shape
 from graftlm.adapters.patch_builder import PatchBuilder
 from graftlm.adapters.patterns import FULL_NAME, pattern_match
@@ -38,7 +38,6 @@ TRAINING_ROLES = (
     "lora_monteclora_sampler.gaussian_var_prior",
     "lora_monteclora_sampler.std_prior",
 )
-TOKEN_ROWS = "token_adapter.trainable_tokens_delta"
 # What PEFT takes for an end of a model, whatever it is called in this one: EMBEDDING_LAYER_NAMES.
 END_NAMES = ("embed_tokens", "lm_head")
 

@@ -112,24 +112,36 @@ def take_stacks(
 ) -> Iterator[StackFactors]:
     """The factors of every stack that the file has any for.
 
-    Several parameters of one module are nested in the file, the one registered first innermost.
-
     Raises:
         AdapterCorrupt, AdapterIncompatible
+    """
+    for stack, roles in stack_roles(stacks):
+        if stack.module in tensors.modules_with(*roles):
+            lora_a, lora_b = (tensors.require(stack.module, role).float() for role in roles)
+            yield _by_expert(config, sites, stack, lora_a, lora_b)
+
+
+def stack_roles(stacks: tuple[ExpertStack, ...]) -> Iterator[tuple[ExpertStack, tuple[str, str]]]:
+    """What PEFT calls each stack's two factors in the module that holds it.
+
+    Several parameters of one module are nested, the one registered first innermost.
     """
     by_module: dict[str, list[ExpertStack]] = defaultdict(list)
     for stack in stacks:
         by_module[stack.module].append(stack)
-    for module, targeted in by_module.items():
+    for targeted in by_module.values():
         for depth, stack in enumerate(reversed(targeted)):
-            roles = [f"{'base_layer.' * depth}lora_{factor}.weight" for factor in "AB"]
-            if module in tensors.modules_with(*roles):
-                lora_a, lora_b = (tensors.require(module, role).float() for role in roles)
-                yield _by_expert(config, sites, stack, lora_a, lora_b)
+            prefix = "base_layer." * depth
+            yield stack, (f"{prefix}lora_A.weight", f"{prefix}lora_B.weight")
+
+
+def expert_factors(lora_a: Tensor, lora_b: Tensor, index: int, *, count: int) -> tuple[Tensor, Tensor]:
+    """One expert's pair of a stack's: rows of lora_A are expert by expert, columns of lora_B rank by rank."""
+    rank = lora_a.shape[0] // count
+    return lora_a[index * rank : (index + 1) * rank], lora_b[:, index::count]
 
 
 def _by_expert(config: LoraConfig, sites: SiteMap, stack: ExpertStack, lora_a: Tensor, lora_b: Tensor) -> StackFactors:
-    """Rows of lora_A are expert by expert, columns of lora_B rank by rank."""
     count, rank = len(stack.experts), config.rank_of(stack.path)
     is_turned = _is_turned_around(config, sites.matrices[stack.experts[0]], stack, lora_a, lora_b)
     if lora_a.shape[0] != count * rank or lora_b.shape[1] != count * rank:
@@ -140,7 +152,7 @@ def _by_expert(config: LoraConfig, sites: SiteMap, stack: ExpertStack, lora_a: T
         )
     pairs = {}
     for index, path in enumerate(stack.experts):
-        expert_a, expert_b = lora_a[index * rank : (index + 1) * rank], lora_b[:, index::count]
+        expert_a, expert_b = expert_factors(lora_a, lora_b, index, count=count)
         pairs[path] = (expert_b.t(), expert_a.t()) if is_turned else (expert_a, expert_b)
     return StackFactors(stack=stack, rank=rank, pairs=pairs)
 

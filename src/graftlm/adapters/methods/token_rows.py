@@ -10,6 +10,9 @@ from torch import Tensor
 from graftlm.layers.patch import ReplacedRows
 from graftlm.models.base_weights import BaseWeights
 
+# What PEFT calls them beside a LoRA.
+TOKEN_ROWS = "token_adapter.trainable_tokens_delta"
+
 
 def token_rows(token_ids: Sequence[int], values: Tensor, base: BaseWeights) -> ReplacedRows:
     """values: [n, E], one row for each id, in their order; of an id that comes twice the last one counts."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
+from pydantic import BaseModel
 from typer.core import TyperGroup
 
 from graftlm.adapters.methods import METHODS, REFUSED_METHODS
@@ -22,6 +23,7 @@ from graftlm.engine.sampling_params import SamplingParams
 from graftlm.models.families import FAMILIES
 from graftlm.server.errors import STATUS_AND_CODE
 from graftlm.server.metrics import metric_table
+from graftlm.server.schemas import REQUEST_BODIES, harmless_values
 from graftlm.training import TrainingJob
 
 # mkdocs runs as a program of its own, which does not look for modules where it is started.
@@ -62,6 +64,27 @@ def served_methods() -> str:
 def refused_methods() -> str:
     rows = ["| refused `peft_type` | because |", "| --- | --- |"]
     return "\n".join([*rows, *(f"| `{name}` | {reason} |" for name, reason in sorted(REFUSED_METHODS.items()))])
+
+
+def request_fields() -> str:
+    """A table of what each generation route does with each field; what is not listed is refused by name."""
+    names = sorted({name for body in REQUEST_BODIES.values() for name in body.model_fields})
+    rows = ["| field | " + " | ".join(f"`{route}`" for route in REQUEST_BODIES) + " |"]
+    rows.append("| --- |" + " --- |" * len(REQUEST_BODIES))
+    for name in names:
+        cells = [_use_of_field(body, name) for body in REQUEST_BODIES.values()]
+        rows.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def _use_of_field(body: type[BaseModel], name: str) -> str:
+    if name not in body.model_fields:
+        return "refused"
+    harmless = harmless_values(body, name)
+    if harmless is None:
+        return "honoured"
+    values = [value for value in harmless if value is not None]
+    return "refused" + (", but for " + ", ".join(f"`{json.dumps(value)}`" for value in values) if values else "")
 
 
 def errors() -> str:
@@ -141,6 +164,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     "refused_fields": conformance.refused_fields,
     "refused_methods": refused_methods,
+    "request_fields": request_fields,
     "sampling_params": sampling_params,
     "served_methods": served_methods,
     "training_options": training_options,

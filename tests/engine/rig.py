@@ -154,6 +154,24 @@ def held(llm: AsyncLLM) -> Iterator[None]:
         gate.set()
 
 
+@contextmanager
+def stepwise(llm: AsyncLLM) -> Iterator[Callable[[], None]]:
+    """Until the end of the block a step begins only for each call of what is yielded."""
+    permits, engine_core = threading.Semaphore(0), core(llm)
+    step = engine_core.step
+
+    def step_if_permitted() -> Any:
+        permits.acquire()
+        return step()
+
+    engine_core.step = step_if_permitted
+    try:
+        yield permits.release
+    finally:
+        engine_core.step = step
+        permits.release()
+
+
 def core(llm: LLM | AsyncLLM) -> Any:
     """The one place where tests reach behind the front ends: to inject faults and to watch steps."""
     return llm._engine.core  # type: ignore[union-attr]

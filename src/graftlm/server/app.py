@@ -18,7 +18,9 @@ from graftlm.server.errors import install_error_handlers
 from graftlm.server.health import health_routes
 from graftlm.server.metrics import EngineCollector, HTTPMetrics, metric_routes
 from graftlm.server.models import model_routes
+from graftlm.server.not_offered import not_offered_routes
 from graftlm.server.request_ids import RequestIds
+from graftlm.server.tokenization import tokenization_routes
 
 MAX_BODY_BYTES = 8 << 20
 
@@ -52,10 +54,12 @@ def create_app(
     for router in (
         completion_routes(llm, request_timeout=request_timeout),
         chat_routes(llm, request_timeout=request_timeout),
+        tokenization_routes(llm),
         model_routes(llm),
         health_routes(llm),
         metric_routes(metrics),
         adapter_routes(llm, roots),
+        not_offered_routes(),
     ):
         app.include_router(router)
 

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.outputs import CompletionOutput, RequestOutput
-from graftlm.server.logprobs import chat_logprobs
+from graftlm.server.logprobs import chat_logprobs, prompt_logprobs
 from graftlm.server.replies import ChatChoice, ChatChunkChoice, ChatDelta, Envelope, TokenCount
 from graftlm.server.schemas import ChatRequest
 from graftlm.server.streaming import EventStream, collect, merged, submit
@@ -27,7 +27,7 @@ def chat_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRouter:
         adapter = llm.resolve_model(body.model)
         params = body.sampling_params()
         messages = [message.for_template() for message in body.messages]
-        prompt_token_ids = await llm.apply_chat_template(messages, adapter=adapter)
+        prompt_token_ids = await llm.apply_chat_template(messages, adapter=adapter, **body.template_options())
         timeout = body.timeout_within(request_timeout)
         streams = await submit(llm, [list(prompt_token_ids)], params, adapter=adapter, timeout=timeout)
         if body.stream:
@@ -41,19 +41,32 @@ def chat_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRouter:
         [output] = await collect(request, streams)
         count = TokenCount()
         count.add(output)
-        return JSONResponse(envelope.holding([_choice(answer) for answer in output.outputs], usage=count.usage))
+        choices = [_choice(answer, body) for answer in output.outputs]
+        return JSONResponse(envelope.holding(choices, usage=count.usage, **_prompt_details(output, body)))
 
     return router
 
 
-def _choice(answer: CompletionOutput) -> ChatChoice:
-    return {
+def _prompt_details(output: RequestOutput, body: ChatRequest) -> dict[str, Any]:
+    details: dict[str, Any] = {}
+    if body.prompt_logprobs is not None:
+        details["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs or (), num_top=body.prompt_logprobs)
+    if body.return_token_ids:
+        details["prompt_token_ids"] = list(output.prompt_token_ids)
+    return details
+
+
+def _choice(answer: CompletionOutput, body: ChatRequest) -> ChatChoice:
+    choice: ChatChoice = {
         "index": answer.index,
         "message": {"role": "assistant", "content": answer.text},
         "logprobs": None if answer.logprobs is None else chat_logprobs(answer.logprobs),
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
     }
+    if body.return_token_ids:
+        choice["token_ids"] = list(answer.token_ids)
+    return choice
 
 
 async def _chunks(
@@ -61,14 +74,17 @@ async def _chunks(
 ) -> AsyncGenerator[dict[str, Any]]:
     count = TokenCount()
     no_usage: dict[str, Any] = {"usage": None} if body.include_usage else {}
+    has_shown_prompt = False
     for index in range(num_choices):
         yield envelope.holding([_opening(index)], **no_usage)
     async with aclosing(deltas):
         async for _, delta in deltas:
             count.add(delta)
             for answer in delta.outputs:
-                if answer.text or answer.finish_reason or answer.logprobs:
-                    yield envelope.holding([_chunk_choice(answer)], **no_usage)
+                if answer.text or answer.finish_reason or answer.logprobs or body.return_token_ids:
+                    prompt = {} if has_shown_prompt else _prompt_details(delta, body)
+                    has_shown_prompt = True
+                    yield envelope.holding([_chunk_choice(answer, body)], **no_usage, **prompt)
     if body.include_usage:
         yield envelope.holding([], usage=count.usage)
 
@@ -78,11 +94,14 @@ def _opening(index: int) -> ChatChunkChoice:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
 
-def _chunk_choice(answer: CompletionOutput) -> ChatChunkChoice:
-    return {
+def _chunk_choice(answer: CompletionOutput, body: ChatRequest) -> ChatChunkChoice:
+    choice: ChatChunkChoice = {
         "index": answer.index,
         "delta": {"content": answer.text} if answer.text else {},
         "logprobs": None if answer.logprobs is None else chat_logprobs(answer.logprobs),
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
     }
+    if body.return_token_ids:
+        choice["token_ids"] = list(answer.token_ids)
+    return choice

@@ -1,11 +1,18 @@
-"""Log-probabilities in OpenAI's two notations."""
+"""Log-probabilities in OpenAI's two notations, and the prompt's in vLLM's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from graftlm.engine.outputs import TokenLogprob
-from graftlm.server.replies import ChatLogprob, ChatLogprobs, CompletionLogprobs, RatedToken
+from graftlm.server.replies import (
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprobs,
+    RankedToken,
+    RatedToken,
+)
 
 # OpenAI's number for "very unlikely"; JSON has none for the logarithm of zero.
 _LOWEST = -9999.0
@@ -23,7 +30,7 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], text: str, *, start: int
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [None if token.logprob is None else _finite(token.logprob) for token in tokens],
-        "top_logprobs": [_alternatives(token) for token in tokens] if num_top else None,
+        "top_logprobs": [_alternatives(token, num_top) for token in tokens] if num_top else None,
         "text_offset": [start + offset for offset in text_offsets([token.text for token in tokens], text)],
     }
 
@@ -56,12 +63,25 @@ def chat_logprobs(tokens: Sequence[TokenLogprob]) -> ChatLogprobs:
     return {"content": content}
 
 
-def _alternatives(token: TokenLogprob) -> dict[str, float] | None:
+def prompt_logprobs(tokens: Sequence[TokenLogprob], *, num_top: int) -> PromptLogprobs:
+    """For each of the prompt's tokens the token itself and the `num_top` likeliest, by id."""
+    return [None if token.logprob is None else _ranked(token, token.logprob, num_top) for token in tokens]
+
+
+def _ranked(token: TokenLogprob, logprob: float, num_top: int) -> dict[str, RankedToken]:
+    likeliest = ((*rated, rank) for rank, rated in enumerate(token.top[:num_top], 1))
+    return {
+        str(token_id): {"logprob": _finite(value), "rank": rank, "decoded_token": text}
+        for token_id, text, value, rank in ((token.token_id, token.text, logprob, token.rank), *likeliest)
+    }
+
+
+def _alternatives(token: TokenLogprob, num_top: int) -> dict[str, float] | None:
     if token.logprob is None:
         return None
     # Two ids may have the same text; the likelier one keeps the key.
     alternatives: dict[str, float] = {}
-    for _, text, logprob in token.top:
+    for _, text, logprob in token.top[:num_top]:
         alternatives.setdefault(text, _finite(logprob))
     return alternatives
 

@@ -1,5 +1,5 @@
-"""The JSON that goes back, in OpenAI's shapes. `stop_reason`, `parent` and `max_model_len` are vLLM's additions,
-`residency` is Graft's."""
+"""The JSON that goes back, in OpenAI's shapes. `stop_reason`, `prompt_logprobs`, `token_ids`, `parent` and
+`max_model_len` are vLLM's additions, `residency` is Graft's."""
 
 from __future__ import annotations
 
@@ -35,6 +35,21 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int]]
+
+
+class RankedToken(TypedDict):
+    """vLLM's way to rate a token of the prompt."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# One for each of the prompt's tokens, by token id; nothing predicts the first.
+PromptLogprobs = list[dict[str, RankedToken] | None]
 
 
 class RatedToken(TypedDict):
@@ -67,6 +82,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatChunkChoice(TypedDict):
@@ -75,6 +91,7 @@ class ChatChunkChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None
+    token_ids: NotRequired[list[int]]
 
 
 class ModelCard(TypedDict):

@@ -4,6 +4,8 @@ for nothing; any other value is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
@@ -27,16 +29,28 @@ def _check_unicode(text: str) -> str:
 Text = Annotated[str, AfterValidator(_check_unicode)]
 
 
-def _nothing_but(*harmless: object) -> PlainValidator:
-    """A field that may only hold values which ask for nothing."""
+# Told apart by identity: 1 equals True, and `Annotated` gives one type for equal arguments.
+@dataclass(frozen=True, eq=False)
+class NothingBut:
+    """What is not offered: the field may only hold values which ask for nothing."""
 
-    def check(value: object) -> object:
-        if any(value == allowed and type(value) is type(allowed) for allowed in harmless):
+    harmless: tuple[object, ...]
+
+    def __call__(self, value: object) -> object:
+        if any(value == allowed and type(value) is type(allowed) for allowed in self.harmless):
             return value
-        shown = ", ".join("null" if allowed is None else str(allowed) for allowed in harmless)
+        shown = ", ".join("null" if allowed is None else str(allowed) for allowed in self.harmless)
         raise PydanticCustomError("unsupported", "allowed: {shown}; do: leave it out", {"shown": shown})
 
-    return PlainValidator(check)
+
+def _nothing_but(*harmless: object) -> PlainValidator:
+    return PlainValidator(NothingBut(harmless))
+
+
+def harmless_values(body: type[BaseModel], name: str) -> tuple[object, ...] | None:
+    """The values of a field that are accepted because they ask for nothing; None if the field is honoured."""
+    checks = (getattr(entry, "func", None) for entry in body.model_fields[name].metadata)
+    return next((check.harmless for check in checks if isinstance(check, NothingBut)), None)
 
 
 def _as_list(value: object) -> object:
@@ -80,7 +94,18 @@ class _Generation(_Strict):
     stop_token_ids: list[int] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
     priority: int | None = None
+    allowed_token_ids: Annotated[Any, _nothing_but(None)] = None
+    cache_salt: Annotated[Any, _nothing_but(None)] = None
+    length_penalty: Annotated[Any, _nothing_but(None, 1, 1.0)] = None
+    return_tokens_as_token_ids: Annotated[Any, _nothing_but(None, False)] = None
+    spaces_between_special_tokens: Annotated[Any, _nothing_but(None, True)] = None
+    truncate_prompt_tokens: Annotated[Any, _nothing_but(None)] = None
+    use_beam_search: Annotated[Any, _nothing_but(None, False)] = None
 
     # Graft's own: seconds after which the request is given up.
     timeout: Annotated[float, Field(gt=0)] | None = None
@@ -94,12 +119,18 @@ class _Generation(_Strict):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check_stream_options(self) -> None:
-        """Raises InvalidRequest: stream_options without stream."""
+        """Raises InvalidRequest: stream_options without stream, or what no stream carries with one."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest(
                 "stream_options needs a stream",
                 param="stream_options",
                 do="set stream to true or leave stream_options out",
+            )
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest(
+                "prompt_logprobs come with a whole answer only",
+                param="prompt_logprobs",
+                do="leave out stream, or prompt_logprobs",
             )
 
     def timeout_within(self, limit: float | None) -> float | None:
@@ -110,8 +141,8 @@ class _Generation(_Strict):
         """The given sampling fields, as keyword arguments of `SamplingParams`."""
         names = (
             "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty", "min_p",
-            "repetition_penalty", "stop_token_ids", "min_tokens", "ignore_eos",
-            "priority",
+            "repetition_penalty", "stop_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output",
+            "skip_special_tokens", "priority",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.top_k is not None:
@@ -135,6 +166,7 @@ class CompletionRequest(_Generation):
     """Body of POST /v1/completions."""
 
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(parse_prompts)]
+    add_special_tokens: bool | None = None
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -147,7 +179,8 @@ class CompletionRequest(_Generation):
         given = self.shared_sampling()
         if self.max_tokens is not None:
             given["max_tokens"] = self.max_tokens
-        prompt_logprobs = self.logprobs if self.echo else None
+        echoed = self.logprobs if self.echo else None
+        prompt_logprobs = max((count for count in (echoed, self.prompt_logprobs) if count is not None), default=None)
         num_answers = len(self.prompt) * (self.n or 1)
         if num_answers > MAX_ANSWERS:
             raise InvalidRequest(
@@ -184,7 +217,36 @@ class Message(_Strict):
         return turn if self.name is None else {**turn, "name": self.name}
 
 
-class ChatRequest(_Generation):
+class _Rendering(_Strict):
+    """How messages become a prompt. The fields are vLLM's."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Annotated[Any, _nothing_but(None)] = None
+
+    def template_options(self) -> dict[str, Any]:
+        """Keyword arguments of `Tokenizer.render_chat`.
+
+        Raises:
+            InvalidRequest: the answer cannot both go on with the last message and begin one of its own.
+        """
+        continues = bool(self.continue_final_message)
+        if continues and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message excludes add_generation_prompt",
+                param="continue_final_message",
+                do="set one of them",
+            )
+        begins = not continues if self.add_generation_prompt is None else self.add_generation_prompt
+        return {
+            "add_generation_prompt": begins,
+            "continue_final_message": continues,
+            "template_variables": self.chat_template_kwargs or {},
+        }
+
+
+class ChatRequest(_Generation, _Rendering):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -197,9 +259,12 @@ class ChatRequest(_Generation):
     function_call: Annotated[Any, _nothing_but(None, "none", "auto")] = None
     functions: Annotated[Any, _nothing_but(None, [])] = None
     modalities: Annotated[Any, _nothing_but(None, ["text"])] = None
+    moderation: Annotated[Any, _nothing_but(None)] = None
     parallel_tool_calls: bool | None = None
     prediction: Annotated[Any, _nothing_but(None)] = None
     prompt_cache_key: Text | None = None
+    prompt_cache_options: Annotated[Any, _nothing_but(None)] = None
+    prompt_cache_retention: Annotated[Any, _nothing_but(None, "in_memory")] = None
     reasoning_effort: Annotated[Any, _nothing_but(None, "none")] = None
     response_format: Annotated[Any, _nothing_but(None, {"type": "text"})] = None
     safety_identifier: Text | None = None
@@ -230,7 +295,43 @@ class ChatRequest(_Generation):
             **self.shared_sampling(),
             max_tokens=limits.pop() if limits else None,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
         )
+
+
+# Routes that generate, each with its body.
+REQUEST_BODIES: Mapping[str, type[BaseModel]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+}
+
+
+class TokenizeRequest(_Rendering):
+    """Body of POST /tokenize: a text, or a conversation. Without a model it is the base's tokenizer that is asked."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest: it is about no text or about two, or a field is not of the one it is about."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("one thing can be tokenised", param="prompt", allowed="either prompt or messages")
+        of_messages = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+        names = of_messages if self.messages is None else ("add_special_tokens",)
+        for name in names:
+            if getattr(self, name) is not None:
+                other = "messages" if self.messages is None else "prompt"
+                raise InvalidRequest(f"{name} belongs to {other}", param=name, do="leave it out")
+
+
+class DetokenizeRequest(_Strict):
+    """Body of POST /detokenize. Without a model it is the base's tokenizer that is asked."""
+
+    model: Text | None = None
+    tokens: list[Annotated[int, Field(ge=0, le=_LARGEST_INTEGER)]]
 
 
 class LoadAdapterRequest(_Strict):

@@ -20,6 +20,7 @@ from graftlm.server.metrics import EngineCollector, HTTPMetrics, metric_routes
 from graftlm.server.models import model_routes
 from graftlm.server.not_offered import not_offered_routes
 from graftlm.server.request_ids import RequestIds
+from graftlm.server.responses import response_routes
 from graftlm.server.tokenization import tokenization_routes
 
 MAX_BODY_BYTES = 8 << 20
@@ -54,6 +55,7 @@ def create_app(
     for router in (
         completion_routes(llm, request_timeout=request_timeout),
         chat_routes(llm, request_timeout=request_timeout),
+        response_routes(llm, request_timeout=request_timeout),
         tokenization_routes(llm),
         model_routes(llm),
         health_routes(llm),

@@ -57,6 +57,14 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _as_user_message(value: object) -> object:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _as_input_parts(value: object) -> object:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
 def _as_parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
@@ -67,6 +75,10 @@ class _Strict(BaseModel):
 
 class StreamOptions(_Strict):
     include_usage: bool | None = None
+    include_obfuscation: Annotated[Any, _nothing_but(None, False)] = None
+
+
+class StreamOptionsOfResponse(_Strict):
     include_obfuscation: Annotated[Any, _nothing_but(None, False)] = None
 
 
@@ -135,7 +147,7 @@ class _Generation(_Strict):
 
     def timeout_within(self, limit: float | None) -> float | None:
         """Seconds the request has: what it asks for, and no more than the server allows."""
-        return min((seconds for seconds in (self.timeout, limit) if seconds is not None), default=None)
+        return _shorter(self.timeout, limit)
 
     def shared_sampling(self) -> dict[str, Any]:
         """The given sampling fields, as keyword arguments of `SamplingParams`."""
@@ -151,6 +163,10 @@ class _Generation(_Strict):
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
         return given
+
+
+def _shorter(*seconds: float | None) -> float | None:
+    return min((value for value in seconds if value is not None), default=None)
 
 
 def _token_id(key: str) -> int:
@@ -299,10 +315,103 @@ class ChatRequest(_Generation, _Rendering):
         )
 
 
+class ResponsePart(_Strict):
+    """A piece of a message's text: sent, or out of an earlier response."""
+
+    type: Literal["input_text", "output_text"]
+    text: Text
+    annotations: Annotated[Any, _nothing_but(None, [])] = None
+    # What the earlier response told of its tokens.
+    logprobs: list[Any] | None = None
+
+
+class ResponseMessage(_Strict):
+    """An item of a response's input: a message, which may be one that came out of an earlier response."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[ResponsePart], BeforeValidator(_as_input_parts), Field(min_length=1)]
+    id: Text | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    phase: Annotated[Any, _nothing_but(None)] = None
+
+
+class ResponseRequest(_Strict):
+    """Body of POST /v1/responses."""
+
+    model: Text
+    input: Annotated[list[ResponseMessage], BeforeValidator(_as_user_message), Field(min_length=1)]
+    instructions: Text | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=_LARGEST_INTEGER)] | None = None
+    metadata: dict[Text, Text] | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: Text | None = None
+    safety_identifier: Text | None = None
+    stream: bool | None = None
+    stream_options: StreamOptionsOfResponse | None = None
+    temperature: float | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_p: float | None = None
+    user: Text | None = None
+
+    # Not OpenAI's: as in the other generation routes.
+    seed: int | None = None
+    stop: Annotated[list[Text] | None, BeforeValidator(_as_list)] = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+
+    background: Annotated[Any, _nothing_but(None, False)] = None
+    context_management: Annotated[Any, _nothing_but(None)] = None
+    conversation: Annotated[Any, _nothing_but(None)] = None
+    max_tool_calls: Annotated[Any, _nothing_but(None)] = None
+    moderation: Annotated[Any, _nothing_but(None)] = None
+    previous_response_id: Annotated[Any, _nothing_but(None)] = None
+    prompt: Annotated[Any, _nothing_but(None)] = None
+    prompt_cache_options: Annotated[Any, _nothing_but(None)] = None
+    prompt_cache_retention: Annotated[Any, _nothing_but(None, "in_memory")] = None
+    reasoning: Annotated[Any, _nothing_but(None)] = None
+    service_tier: Annotated[Any, _nothing_but(None, "auto", "default")] = None
+    store: Annotated[Any, _nothing_but(None, False)] = None
+    text: Annotated[Any, _nothing_but(None, {}, {"format": {"type": "text"}})] = None
+    tool_choice: Annotated[Any, _nothing_but(None, "none", "auto")] = None
+    tools: Annotated[Any, _nothing_but(None, [])] = None
+    truncation: Annotated[Any, _nothing_but(None, "disabled")] = None
+
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation for the chat template, instructions first."""
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        turns = [{"role": turn.role, "content": "".join(part.text for part in turn.content)} for turn in self.input]
+        return [*system, *turns]
+
+    def timeout_within(self, limit: float | None) -> float | None:
+        """Seconds the request has: what it asks for, and no more than the server allows."""
+        return _shorter(self.timeout, limit)
+
+    def sampling_params(self) -> SamplingParams:
+        """Without a limit the answer may take what is left of the context.
+
+        Raises:
+            InvalidRequest: a value is out of range, or two fields contradict each other.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs a stream", param="stream_options", do="set stream to true")
+        if self.top_logprobs is not None and not self.include:
+            raise InvalidRequest(
+                "top_logprobs needs log-probabilities",
+                param="top_logprobs",
+                do='set include to ["message.output_text.logprobs"]',
+            )
+        names = ("temperature", "top_p", "seed", "stop")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        logprobs = (self.top_logprobs or 0) if self.include else None
+        return SamplingParams(**given, max_tokens=self.max_output_tokens, logprobs=logprobs)
+
+
 # Routes that generate, each with its body.
 REQUEST_BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponseRequest,
 }
 
 

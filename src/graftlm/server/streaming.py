@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -22,6 +22,8 @@ from graftlm.errors import ContextLengthExceeded, EngineClosed
 from graftlm.server.errors import ClientGone, error_reply, log_failure
 from graftlm.server.prompts import Prompt
 from graftlm.server.request_ids import request_id_of
+
+Chunks = AsyncGenerator[Mapping[str, Any]]
 
 
 async def submit(
@@ -130,14 +132,23 @@ def check_not_aborted(output: RequestOutput) -> None:
 
 class EventStream(StreamingResponse):
     """Server-sent events. However the response ends, by [DONE], by an error or because the client left, the requests
-    behind it are stopped."""
+    behind it are stopped.
+
+    Args:
+        encode: makes events of the chunks, and of what goes wrong between them.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, chunks: AsyncGenerator[Mapping[str, Any]], streams: Sequence[RequestStream], request: Request
+        self,
+        chunks: Chunks,
+        streams: Sequence[RequestStream],
+        request: Request,
+        *,
+        encode: Callable[[Chunks, Request], AsyncGenerator[bytes]] | None = None,
     ) -> None:
-        self._events = _events(chunks, request)
+        self._events = (encode or _events)(chunks, request)
         self._streams = streams
         super().__init__(self._events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -149,7 +160,14 @@ class EventStream(StreamingResponse):
             await self._events.aclose()
 
 
-async def _events(chunks: AsyncGenerator[Mapping[str, Any]], request: Request) -> AsyncGenerator[bytes]:
+async def typed_events(chunks: Chunks, request: Request) -> AsyncGenerator[bytes]:
+    """Events that are named by the type of their chunk. What goes wrong is a chunk too, and there is no [DONE]."""
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            yield f"event: {chunk['type']}\n".encode() + _event(chunk)
+
+
+async def _events(chunks: Chunks, request: Request) -> AsyncGenerator[bytes]:
     try:
         async with aclosing(chunks):
             async for chunk in chunks:

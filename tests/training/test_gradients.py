@@ -61,7 +61,7 @@ def trainable_of(adapter: Path, decoder: Decoder) -> TrainableAdapter:
 
 def gradients_of(trainable: TrainableAdapter, decoder: Decoder, documents: tuple[Document, ...]) -> dict[str, Tensor]:
     packed = pack([Share(patch=trainable.patch(), documents=documents)], decoder)
-    backward(decoder, packed, [1], recompute_layers=False)
+    backward(decoder, packed, [1.0], recompute_layers=False)
     return {name: gradient for name, tensor in trainable.parameters.items() if (gradient := tensor.grad) is not None}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from graftlm.errors import InvalidRequest
@@ -25,6 +26,10 @@ class Document:
 
     def part(self, start: int, stop: int) -> Document:
         return Document(token_ids=self.token_ids[start:stop], learnt=self.learnt[start:stop])
+
+
+# The documents of one row: one, or one that is preferred and one that is not.
+Example = tuple[Document, ...]
 
 
 class RowRefused(Exception):
@@ -54,6 +59,58 @@ def encode_row(content: Mapping[str, Any], tokenizer: Tokenizer) -> Document:
         raise RowRefused(str(error)) from error
 
 
+def encode_pair(content: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[Document, Document]:
+    """The two documents of a row that says which of two answers is better.
+
+    `prompt`, `chosen` and `rejected`: texts, or lists of messages; without a prompt the lists are two conversations,
+    and what they begin with alike is the prompt. OpenAI's `input`, `preferred_output` and `non_preferred_output` are
+    the same. Only what follows the prompt is learnt.
+
+    Raises:
+        RowRefused
+    """
+    if "preferred_output" in content:
+        content = _from_openai(content)
+    if "chosen" not in content or "rejected" not in content:
+        raise RowRefused(f"needs chosen and rejected; its keys are {(', '.join(content) or 'none')[:200]}")
+    if content["chosen"] == content["rejected"]:
+        raise RowRefused("chosen and rejected are the same, so there is nothing to learn")
+    try:
+        if isinstance(content["chosen"], str):
+            return (
+                _encode_text(_string(content, "prompt"), _string(content, "chosen"), tokenizer),
+                _encode_text(_string(content, "prompt"), _string(content, "rejected"), tokenizer),
+            )
+        prompt, chosen, rejected = _conversations(content)
+        return (
+            _encode_chat([*prompt, *chosen], tokenizer, after=len(prompt)),
+            _encode_chat([*prompt, *rejected], tokenizer, after=len(prompt)),
+        )
+    except InvalidRequest as error:
+        raise RowRefused(str(error)) from error
+
+
+def _from_openai(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Source: OpenAI's reference of fine-tuning, preference input object."""
+    prompt = content.get("input")
+    return {
+        "prompt": prompt.get("messages") if isinstance(prompt, Mapping) else None,
+        "chosen": content["preferred_output"],
+        "rejected": content.get("non_preferred_output"),
+    }
+
+
+def _conversations(content: Mapping[str, Any]) -> tuple[list[dict[str, Any]], ...]:
+    """Messages of the prompt, and of either answer."""
+    chosen, rejected = (_messages(content[key], key) for key in ("chosen", "rejected"))
+    if content.get("prompt") is not None:
+        return _messages(content["prompt"], "prompt", answered=False), chosen, rejected
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
+    if same in (len(chosen), len(rejected)):
+        raise RowRefused("one of chosen and rejected is only the beginning of the other")
+    return chosen[:same], chosen[same:], rejected[same:]
+
+
 def _string(content: Mapping[str, Any], key: str) -> str:
     value = content.get(key)
     if not isinstance(value, str) or (not value and key != "prompt"):
@@ -61,13 +118,14 @@ def _string(content: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _messages(value: object) -> list[dict[str, Any]]:
+def _messages(value: object, key: str = "messages", *, answered: bool = True) -> list[dict[str, Any]]:
+    """answered: the assistant must have a turn among them."""
     if not isinstance(value, list) or not value:
-        raise RowRefused("messages is not a list with something in it")
+        raise RowRefused(f"{key} is not a list with something in it")
     for number, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise RowRefused(f"messages[{number}] needs a role and a content")
-    if not any(message["role"] == "assistant" for message in value):
+            raise RowRefused(f"{key}[{number}] needs a role and a content")
+    if answered and not any(message["role"] == "assistant" for message in value):
         raise RowRefused("no turn of the assistant's, so there is nothing to learn")
     return value
 
@@ -82,12 +140,13 @@ def _encode_text(prompt: str, text: str, tokenizer: Tokenizer) -> Document:
     return Document(token_ids=tuple(ids), learnt=tuple(learnt))
 
 
-def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> Document:
+def _encode_chat(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, *, after: int = 0) -> Document:
+    """after: number of messages in front that nothing is learnt of."""
     text = tokenizer.render_chat(messages, add_generation_prompt=False)
     tokens = tokenizer.encode_with_offsets(text, add_special_tokens=False)
     learnt = [False] * len(tokens)
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or index < after:
             continue
         start, stop = _turn(text, messages, index, tokenizer)
         places = [place for place, token in enumerate(tokens) if _overlaps(token, start, stop)]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from graftlm.errors import TrainingDataError
 from graftlm.text import Tokenizer
-from graftlm.training.document import Document, RowRefused, encode_row
-from graftlm.training.job import LongDocuments
+from graftlm.training.document import Document, Example, RowRefused, encode_pair, encode_row
+from graftlm.training.job import LongDocuments, ObjectiveName
 from graftlm.training.rows import Problem, read_rows, report
 
 
@@ -17,8 +17,12 @@ from graftlm.training.rows import Problem, read_rows, report
 class Documents:
     """num_long: rows that were longer than allowed, and were cut or split."""
 
-    documents: tuple[Document, ...]
+    examples: tuple[Example, ...]
     num_long: int
+
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        return tuple(document for example in self.examples for document in example)
 
     @property
     def num_tokens(self) -> int:
@@ -30,31 +34,43 @@ class Documents:
 
 
 def load_documents(
-    path: str | Path, tokenizer: Tokenizer, *, vocab_size: int, max_length: int, long_documents: LongDocuments
+    path: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    objective: ObjectiveName = "sft",
+    vocab_size: int,
+    max_length: int,
+    long_documents: LongDocuments,
 ) -> Documents:
-    """Read and encode a file.
+    """Read and encode a file, whose rows have the form that the objective needs.
 
     Raises:
         TrainingDataError: a row cannot be learnt from, or there is none.
     """
     rows, problems = read_rows(path)
-    documents: list[Document] = []
+    examples: list[Example] = []
     num_long = 0
     for row in rows:
         try:
-            document = encode_row(row.content, tokenizer)
-            _check_ids(document, vocab_size)
-            parts = list(_fit(document, max_length, long_documents))
+            example: Example
+            if objective == "dpo":
+                example = encode_pair(row.content, tokenizer)
+            else:
+                example = (encode_row(row.content, tokenizer),)
+            for document in example:
+                _check_ids(document, vocab_size)
+            # A pair is never split, so its documents have one part each.
+            parts = list(zip(*(_fit(document, max_length, long_documents) for document in example), strict=True))
         except RowRefused as refusal:
             problems.append(Problem(line=row.line, reason=str(refusal)))
             continue
-        num_long += len(document.token_ids) > max_length
-        documents += parts
+        num_long += any(len(document.token_ids) > max_length for document in example)
+        examples += parts
     if problems:
         raise report(path, problems)
-    if not documents:
+    if not examples:
         raise TrainingDataError("there are no rows to learn from", got=str(path))
-    return Documents(documents=tuple(documents), num_long=num_long)
+    return Documents(examples=tuple(examples), num_long=num_long)
 
 
 def _check_ids(document: Document, vocab_size: int) -> None:

@@ -40,9 +40,9 @@ def estimate(prepared: PreparedJob, base: Base, *, gradient_checkpointing: bool)
     """Count what a job trains and learns from, and estimate its memory beside the base's weights."""
     job, decoder = prepared.job, base.decoder
     trainable = TrainableAdapter(prepared.start, DecoderWeights(decoder), seed=job.seed)
-    order = BatchOrder(len(prepared.documents), job.batch_size, shuffle=job.shuffle, seed=job.seed)
+    order = BatchOrder(len(prepared.examples), job.batch_size, shuffle=job.shuffle, seed=job.seed)
     longest = sorted((num_rows(document) for document in prepared.documents), reverse=True)
-    rows = sum(longest[: job.batch_size])
+    rows = sum(longest[: job.batch_size * len(prepared.examples[0])])
     width = decoder.sites.embedding_size * decoder.dtype.itemsize
     kept = 1 if gradient_checkpointing else _KEPT_PER_ROW
     return JobEstimate(
@@ -55,6 +55,6 @@ def estimate(prepared: PreparedJob, base: Base, *, gradient_checkpointing: bool)
         num_tokens=sum(len(document.token_ids) for document in prepared.documents),
         num_targets=sum(len(document.targets) for document in prepared.documents),
         num_long=prepared.data.num_long,
-        num_held_out=len(prepared.held_out),
+        num_held_out=sum(len(example) for example in prepared.held_out),
         steps_per_epoch=order.batches_per_epoch / job.accumulate,
     )

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from graftlm.errors import ConfigurationError
 
 Schedule = Literal["cosine", "linear", "constant"]
+ObjectiveName = Literal["sft", "dpo"]
 LongDocuments = Literal["truncate", "split", "refuse"]
 DEFAULT_RANK, DEFAULT_ALPHA, DEFAULT_TARGETS = 16, 32.0, "all-linear"
 
@@ -27,7 +28,8 @@ class TrainingJob:
     """One adapter to train.
 
     Args:
-        data: JSON Lines file whose rows have `messages`, `prompt` and `completion`, or `text`.
+        data: JSON Lines file whose rows have `messages`, `prompt` and `completion`, or `text`; for dpo `prompt`,
+            `chosen` and `rejected`.
         output: folder for the adapter, its metrics and its checkpoint; new or empty, unless the run is resumed.
         name: what messages call the job; default: the last part of `output`.
         init_adapter: PEFT folder of a LoRA to start from, instead of one that changes nothing.
@@ -42,6 +44,9 @@ class TrainingJob:
             rows are the head's too if it is tied.
         target_parameters: ends of names, with commas between them, of stacked matrices of experts, such as
             mlp.experts.down_proj, each of which gets a low-rank update.
+        objective: sft, to make what the rows say likely, or dpo, to make what they prefer likelier than what they
+            reject (direct preference optimisation; the reference is the base without the adapter).
+        beta: how closely dpo stays with the reference.
         rslora: scale by alpha / sqrt(rank) instead.
         dora: learn the length of each row of the adapted weights separately (DoRA).
         lr: learning rate, after the warm-up.
@@ -77,6 +82,8 @@ class TrainingJob:
     modules_to_save: str | None = None
     trainable_token_indices: str | None = None
     target_parameters: str | None = None
+    objective: ObjectiveName = "sft"
+    beta: float = 0.1
     rslora: bool = False
     dora: bool = False
     lr: float = 2e-4
@@ -106,7 +113,7 @@ class TrainingJob:
             self._check_integer(name, lowest=1)
         for name in ("warmup_steps", "patience", "save_every", "seed"):
             self._check_integer(name, lowest=0)
-        for name in ("lr", "alpha"):
+        for name in ("lr", "alpha", "beta"):
             self._check_number(name, above_zero=True)
         for name in ("weight_decay", "max_grad_norm", "eval_fraction"):
             self._check_number(name, above_zero=False)
@@ -124,10 +131,17 @@ class TrainingJob:
                 raise ConfigurationError(
                     f"{name} is not usable", got=repr(value), allowed=f"{what}, with commas between"
                 )
-        for name, words in (("schedule", Schedule), ("long_documents", LongDocuments)):
+        for name, words in (
+            ("schedule", Schedule),
+            ("long_documents", LongDocuments),
+            ("objective", ObjectiveName),
+        ):
             if getattr(self, name) not in words.__args__:  # type: ignore[attr-defined]
                 allowed = ", ".join(words.__args__)  # type: ignore[attr-defined]
                 raise ConfigurationError(f"{name} has an unknown value", got=getattr(self, name), allowed=allowed)
+
+        if self.objective == "dpo" and self.long_documents == "split":
+            raise ConfigurationError("a pair of answers cannot be split", do="let long_documents be truncate or refuse")
 
     @property
     def label(self) -> str:

@@ -17,9 +17,10 @@ from graftlm.errors import TrainingDataError
 from graftlm.models.base_weights import BaseWeights
 from graftlm.training.batch_order import BatchOrder
 from graftlm.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from graftlm.training.document import Document
+from graftlm.training.document import Document, Example
 from graftlm.training.job import TrainingJob
 from graftlm.training.metrics_log import MetricsLog
+from graftlm.training.objective import objective_of
 from graftlm.training.output import CHECKPOINT_NAME, METRICS_NAME, make_folder, save_adapter
 from graftlm.training.schedule import learning_rate
 from graftlm.training.start import Start
@@ -35,7 +36,7 @@ class JobRun:
     """A job, ready for its next update.
 
     Args:
-        documents, held_out: what is learnt from, and what the loss is measured on.
+        examples, held_out: what is learnt from, and what the loss is measured on.
 
     Raises:
         ConfigurationError: the output folder cannot be made, or holds a checkpoint of other settings.
@@ -47,12 +48,13 @@ class JobRun:
         job: TrainingJob,
         start: Start,
         base: BaseWeights,
-        documents: tuple[Document, ...],
-        held_out: tuple[Document, ...],
+        examples: tuple[Example, ...],
+        held_out: tuple[Example, ...],
         *,
         resume: bool,
     ) -> None:
         self.job = job
+        self.objective = objective_of(job)
         self.held_out = held_out
         self.trainable = TrainableAdapter(start, base, seed=job.seed)
         self.step = 0
@@ -60,9 +62,9 @@ class JobRun:
         self.failure: str | None = None
         self.last_metrics: dict[str, float] = {}
         self._start = start
-        self._documents = documents
-        self._order = BatchOrder(len(documents), job.batch_size, shuffle=job.shuffle, seed=job.seed)
-        self._settings = _settings(job, start, base, documents)
+        self._examples = examples
+        self._order = BatchOrder(len(examples), job.batch_size, shuffle=job.shuffle, seed=job.seed)
+        self._settings = _settings(job, start, base, examples)
         self._num_skipped = 0
         self._best_loss: float | None = None
         self._num_worse = 0
@@ -85,16 +87,20 @@ class JobRun:
         """Documents of each forward pass of the next update."""
         first = self.step * self.job.accumulate
         return [
-            tuple(self._documents[index] for index in self._order.batch(number))
+            tuple(document for index in self._order.batch(number) for document in self._examples[index])
             for number in range(first, first + self.job.accumulate)
         ]
 
-    def update(self, loss: float, num_targets: int) -> None:
-        """Make an update from the gradients that are there, or skip it if they are not finite."""
+    def update(self, means: Mapping[str, float], num_targets: int) -> None:
+        """Make an update from the gradients that are there, or skip it if they are not finite.
+
+        Args:
+            means: the loss, and what else the objective tells.
+        """
         parameters = list(self.trainable.parameters.values())
         norm = _clip(parameters, self.job.max_grad_norm)
         lr = learning_rate(self.job, self.step, self.num_steps)
-        if math.isfinite(loss) and math.isfinite(norm):
+        if math.isfinite(means["loss"]) and math.isfinite(norm):
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
@@ -103,7 +109,7 @@ class JobRun:
             self._num_skipped += 1
         self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        self.last_metrics = {"step": self.step, "loss": loss, "tokens": num_targets, "lr": lr, "grad_norm": norm}
+        self.last_metrics = {"step": self.step, **means, "tokens": num_targets, "lr": lr, "grad_norm": norm}
         if self._num_skipped == MAX_SKIPPED:
             self.fail(f"loss or gradient were not finite in {MAX_SKIPPED} updates, {self.step} the last")
         elif self.step == self.num_steps:
@@ -180,12 +186,12 @@ def _clip(parameters: list[Tensor], max_norm: float) -> float:
     return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm or math.inf))
 
 
-def _settings(job: TrainingJob, start: Start, base: BaseWeights, documents: tuple[Document, ...]) -> Mapping[str, Any]:
+def _settings(job: TrainingJob, start: Start, base: BaseWeights, examples: tuple[Example, ...]) -> Mapping[str, Any]:
     """All that an update depends on, and that must not change between a checkpoint and its resumption."""
-    if not documents:
+    if not examples:
         raise TrainingDataError("there are no rows to learn from", got=job.data)
     data = hashlib.sha256()
-    for document in documents:
+    for document in (document for example in examples for document in example):
         data.update(json.dumps([document.token_ids, document.targets]).encode())
     free = ("name", "output", "data", "eval_data", "save_every", "init_adapter")
     settings = {name: value for name, value in dataclasses.asdict(job).items() if name not in free}

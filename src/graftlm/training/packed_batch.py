@@ -29,11 +29,14 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """What a job learns from a batch: `rows` [n] int64, whose next tokens are `token_ids` [n] int64."""
+    """What a job learns from a batch: `rows` [n] int64, whose next tokens are `token_ids` [n] int64, of its documents
+    number `documents` [n] int64."""
 
     patch: ModelPatch
     rows: Tensor
     token_ids: Tensor
+    documents: Tensor
+    num_documents: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +65,12 @@ def pack(shares: Sequence[Share], decoder: Decoder) -> PackedBatch:
         first_row = len(token_ids)
         rows: list[int] = []
         next_ids: list[int] = []
-        for document in share.documents:
+        numbers: list[int] = []
+        for number, document in enumerate(share.documents):
             length = num_rows(document)
             rows += [len(token_ids) + place - 1 for place in document.targets]
             next_ids += [document.token_ids[place] for place in document.targets]
+            numbers += [number] * len(document.targets)
             token_ids += document.token_ids[:length]
             positions += range(length)
             document_lens += [len(document.token_ids)] * length
@@ -73,7 +78,11 @@ def pack(shares: Sequence[Share], decoder: Decoder) -> PackedBatch:
         segments.append(Segment(start=first_row, stop=len(token_ids), patch=share.patch))
         targets.append(
             Targets(
-                patch=share.patch, rows=_integers(rows, decoder.device), token_ids=_integers(next_ids, decoder.device)
+                patch=share.patch,
+                rows=_integers(rows, decoder.device),
+                token_ids=_integers(next_ids, decoder.device),
+                documents=_integers(numbers, decoder.device),
+                num_documents=len(share.documents),
             )
         )
     lens = _integers(document_lens, decoder.device)

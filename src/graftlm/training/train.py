@@ -13,7 +13,7 @@ from graftlm.engine.base import Base, load_base
 from graftlm.errors import ConfigurationError, TrainingFailed
 from graftlm.models.base_weights import DecoderWeights
 from graftlm.training.batch_order import permutation
-from graftlm.training.document import Document
+from graftlm.training.document import Document, Example
 from graftlm.training.documents import Documents, load_documents
 from graftlm.training.job import TrainingJob, make_job
 from graftlm.training.job_run import JobRun
@@ -42,13 +42,21 @@ class TrainedAdapter:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedJob:
-    """A job whose data were read and checked. held_out: of the data or of `eval_data`."""
+    """A job whose data were read and checked.
+
+    examples: what is learnt from. held_out: of the data or of `eval_data`.
+    """
 
     job: TrainingJob
     start: Start
     data: Documents
-    documents: tuple[Document, ...]
-    held_out: tuple[Document, ...]
+    examples: tuple[Example, ...]
+    held_out: tuple[Example, ...]
+
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        """Of the examples, in order."""
+        return tuple(document for example in self.examples for document in example)
 
 
 def train(
@@ -148,16 +156,17 @@ def prepare_job(job: TrainingJob, base: Base, model: str) -> PreparedJob:
         return load_documents(
             path,
             base.tokenizer,
+            objective=job.objective,
             vocab_size=decoder.vocab_size,
             max_length=max_length,
             long_documents=job.long_documents,
         )
 
     data = load(job.data)
-    documents, held_out = _hold_out(data.documents, job)
+    examples, held_out = _hold_out(data.examples, job)
     if job.eval_data is not None:
-        held_out = load(job.eval_data).documents
-    return PreparedJob(job=job, start=start, data=data, documents=documents, held_out=held_out)
+        held_out = load(job.eval_data).examples
+    return PreparedJob(job=job, start=start, data=data, examples=examples, held_out=held_out)
 
 
 def start_run(prepared: PreparedJob, base: Base, *, resume: bool) -> JobRun:
@@ -170,19 +179,19 @@ def start_run(prepared: PreparedJob, base: Base, *, resume: bool) -> JobRun:
         prepared.job,
         prepared.start,
         DecoderWeights(base.decoder),
-        prepared.documents,
+        prepared.examples,
         prepared.held_out,
         resume=resume,
     )
 
 
-def _hold_out(documents: tuple[Document, ...], job: TrainingJob) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
+def _hold_out(examples: tuple[Example, ...], job: TrainingJob) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
     """What is learnt from, in order, and what is held out."""
     if not job.eval_fraction:
-        return documents, ()
-    count = max(1, math.floor(len(documents) * job.eval_fraction))
-    if count == len(documents):
-        raise ConfigurationError("eval_fraction leaves nothing to learn from", got=f"{len(documents)} documents")
-    chosen = set(permutation(len(documents), job.seed, _HELD_OUT_STREAM)[:count])
-    kept = tuple(document for index, document in enumerate(documents) if index not in chosen)
-    return kept, tuple(documents[index] for index in sorted(chosen))
+        return examples, ()
+    count = max(1, math.floor(len(examples) * job.eval_fraction))
+    if count == len(examples):
+        raise ConfigurationError("eval_fraction leaves nothing to learn from", got=f"{len(examples)} rows")
+    chosen = set(permutation(len(examples), job.seed, _HELD_OUT_STREAM)[:count])
+    kept = tuple(example for index, example in enumerate(examples) if index not in chosen)
+    return kept, tuple(examples[index] for index in sorted(chosen))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 
 from graftlm.errors import TrainingFailed
+from graftlm.layers.patch import ModelPatch
 from graftlm.models.decoder import Decoder
 from graftlm.training.document import Document
 from graftlm.training.job_run import JobRun
-from graftlm.training.loss import backward, losses
+from graftlm.training.loss import backward, document_losses
 from graftlm.training.packed_batch import Share, num_rows, pack
 
 # Rows up to which documents of several jobs share a forward pass: below, a pass costs mostly the reading of the base's
@@ -26,7 +28,7 @@ class _Part:
 
     run: JobRun
     documents: tuple[Document, ...]
-    num_targets: int
+    num_terms: int
 
 
 class Trainer:
@@ -52,22 +54,22 @@ class Trainer:
         """One update of every job that is running; those jobs."""
         running = [run for run in self.runs if run.state == "running"]
         micro_batches = {run: run.micro_batches() for run in running}
-        num_targets = {
-            run: sum(len(document.targets) for documents in micro_batches[run] for document in documents)
-            for run in running
-        }
-        sums = {run: torch.zeros((), dtype=torch.float64) for run in running}
+        documents = {run: [document for batch in micro_batches[run] for document in batch] for run in running}
+        num_terms = {run: run.objective.num_terms(documents[run]) for run in running}
+        sums: dict[JobRun, dict[str, float]] = {run: defaultdict(float) for run in running}
         for number in range(max((run.job.accumulate for run in running), default=0)):
             parts = [
-                _Part(run=run, documents=micro_batches[run][number], num_targets=num_targets[run])
+                _Part(run=run, documents=micro_batches[run][number], num_terms=num_terms[run])
                 for run in running
                 if number < run.job.accumulate
             ]
             for together in self._mix(parts):
-                for part, loss in zip(together, self._backward(together), strict=True):
-                    sums[part.run] += loss
+                for part, found in zip(together, self._backward(together), strict=True):
+                    for name, value in found.items():
+                        sums[part.run][name] += value
         for run in running:
-            run.update(float(sums[run]) / num_targets[run], num_targets[run])
+            means = {name: total / num_terms[run] for name, total in sums[run].items()}
+            run.update(means, sum(len(document.targets) for document in documents[run]))
             if run.is_measured():
                 run.measure(self.held_out_loss(run))
             try:
@@ -95,28 +97,49 @@ class Trainer:
                 report(run)
 
     def held_out_loss(self, run: JobRun) -> float:
-        """Mean over all tokens to be learnt of what the job holds out."""
+        """Mean over all terms of what the job holds out."""
         with torch.no_grad():
             patch = run.trainable.patch()
-        total, count = 0.0, 0
+        total, num_terms = 0.0, 0
         size = run.job.batch_size
         for start in range(0, len(run.held_out), size):
-            share = Share(patch=patch, documents=run.held_out[start : start + size])
-            (loss,) = losses(self._decoder, pack([share], self._decoder))
-            total += float(loss)
-            count += sum(len(document.targets) for document in share.documents)
-        return total / count
+            documents = tuple(document for example in run.held_out[start : start + size] for document in example)
+            (losses,) = document_losses(self._decoder, pack([Share(patch=patch, documents=documents)], self._decoder))
+            (reference,) = self._references([_Part(run=run, documents=documents, num_terms=0)])
+            total += float(run.objective.sums(losses, reference)["loss"])
+            num_terms += run.objective.num_terms(documents)
+        return total / num_terms
 
-    def _backward(self, parts: Sequence[_Part]) -> list[Tensor]:
-        """Add the parts' gradients to their parameters; the parts' summed losses."""
+    def _backward(self, parts: Sequence[_Part]) -> list[dict[str, float]]:
+        """Add the parts' gradients to their parameters; their objectives' sums."""
+        references = self._references(parts)
         shares = [Share(patch=part.run.trainable.patch(), documents=part.documents) for part in parts]
-        sums = backward(
+        losses = backward(
             self._decoder,
             pack(shares, self._decoder),
-            [part.num_targets for part in parts],
+            [
+                part.run.objective.slopes(part.num_terms, reference)
+                for part, reference in zip(parts, references, strict=True)
+            ],
             recompute_layers=self._recompute_layers,
         )
-        return [loss.cpu() for loss in sums]
+        return [
+            {name: float(value) for name, value in part.run.objective.sums(own, reference).items()}
+            for part, own, reference in zip(parts, losses, references, strict=True)
+        ]
+
+    def _references(self, parts: Sequence[_Part]) -> list[Tensor | None]:
+        """Losses of the documents with no adapter, for the parts that compare with them.
+
+        They are computed anew in each epoch: kept values would come from other batches after a resumption, and differ
+        in the last bit.
+        """
+        compared = [part for part in parts if part.run.objective.needs_reference]
+        if not compared:
+            return [None] * len(parts)
+        shares = [Share(patch=ModelPatch(), documents=part.documents) for part in compared]
+        found = iter(document_losses(self._decoder, pack(shares, self._decoder)))
+        return [next(found) if part.run.objective.needs_reference else None for part in parts]
 
     def _mix(self, parts: Sequence[_Part]) -> list[list[_Part]]:
         """Parts that share a forward pass, in order: each pass within the limit, unless one part is beyond it alone."""

@@ -18,7 +18,7 @@ class Checkpoint(Protocol):
     quantization_config: how matrices are stored, for the `FormatReader` that its "quant_method" names; None when all
         are plain numbers. A folder's is config.json's; a GGUF file's is "gguf" and the "block_types" by tensor name.
     generation_config: generation_config.json's keys; empty when the model has none.
-    tokenizer_files: the arguments `graftlm.text.load_tokenizer` needs: a folder, and a GGUF file name in it or None.
+    tokenizer_source: what `graftlm.text.load_tokenizer` reads: a folder, or a GGUF file's metadata.
     weight_files: what all tensors are read from, in an order that depends on nothing else; each file as it was before
         it was opened.
     dtype: name of the dtype the weights were saved in, such as "bfloat16".
@@ -27,7 +27,7 @@ class Checkpoint(Protocol):
     config: Mapping[str, Any]
     quantization_config: Mapping[str, Any] | None
     generation_config: Mapping[str, Any]
-    tokenizer_files: tuple[Path, str | None]
+    tokenizer_source: Path | Mapping[str, Any]
     weight_files: Mapping[Path, FileIdentity]
     dtype: str
 

@@ -54,7 +54,7 @@ class GGUFCheckpoint:
         self.config: Mapping[str, Any] = self._translation.config
         self.quantization_config: Mapping[str, Any] | None = self._quantization_config()
         self.generation_config: Mapping[str, Any] = {"eos_token_id": self._end_token_ids()}
-        self.tokenizer_files: tuple[Path, str | None] = (path.parent, path.name)
+        self.tokenizer_source: Path | Mapping[str, Any] = self._file.metadata
         self.dtype = "float32"
 
     def tensor_names(self) -> frozenset[str]:

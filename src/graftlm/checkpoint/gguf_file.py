@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,10 @@ class GGUFFile:
             raise CheckpointError(f"{path.name} cannot be read", got=str(cause)[:200]) from cause
         header = read_header(self._data.data, path.name)
         self.name = path.name
-        self._metadata = header.metadata
+        self.metadata: Mapping[str, Any] = header.metadata
         self._tensors = header.tensors
-        self.architecture = str(self._metadata.get("general.architecture"))
-        if (parts := self._metadata.get("split.count", 1)) != 1:
+        self.architecture = str(self.metadata.get("general.architecture"))
+        if (parts := self.metadata.get("split.count", 1)) != 1:
             raise CheckpointError(
                 f"{path.name} is one part of a model in several files",
                 got=f"split.count {parts}",
@@ -50,7 +51,7 @@ class GGUFFile:
 
     def field(self, key: str, default: Any = None) -> Any:
         """A metadata value."""
-        return self._metadata.get(self._full(key), default)
+        return self.metadata.get(self._full(key), default)
 
     def required(self, key: str) -> Any:
         value = self.field(key)

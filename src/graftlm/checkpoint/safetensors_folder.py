@@ -37,7 +37,7 @@ class SafetensorsCheckpoint:
         self.generation_config: Mapping[str, Any] = (
             read_json_object(generation, CheckpointError) if generation.is_file() else {}
         )
-        self.tokenizer_files: tuple[Path, str | None] = (folder, None)
+        self.tokenizer_source: Path | Mapping[str, Any] = folder
         self._folder = folder
         paths = [folder / name for name in _weight_files(folder)]
         self.weight_files: Mapping[Path, FileIdentity] = {path: FileIdentity.of(path) for path in paths}

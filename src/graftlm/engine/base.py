@@ -71,13 +71,13 @@ def load_text(checkpoint: Checkpoint, vocab_size: int) -> BaseText:
     Raises:
         CheckpointError
     """
-    folder, gguf_file = checkpoint.tokenizer_files
-    tokenizer = load_tokenizer(folder, gguf_file)
+    source = checkpoint.tokenizer_source
+    tokenizer = load_tokenizer(source)
     _compare_vocabularies(vocab_size, tokenizer)
     return BaseText(
         tokenizer=tokenizer,
         end_token_ids=_end_token_ids(checkpoint, tokenizer),
-        folder=folder if gguf_file is None else None,
+        folder=source if isinstance(source, Path) else None,
     )
 
 

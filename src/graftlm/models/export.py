@@ -100,11 +100,11 @@ def check_exportable(source: Checkpoint, folder: Path) -> None:
     Raises:
         CheckpointError, ConfigurationError
     """
-    _, gguf_name = source.tokenizer_files
-    if source.quantization_config is not None or gguf_name is not None:
+    is_folder = isinstance(source.tokenizer_source, Path)
+    if source.quantization_config is not None or not is_folder:
         raise CheckpointError(
             "a quantised model cannot be written back",
-            got=gguf_name or source.quantization_config,
+            got=source.quantization_config if is_folder else ", ".join(path.name for path in source.weight_files),
             allowed="a model folder with weights in float32, bfloat16 or float16",
             do="take the model it was quantised from",
         )
@@ -115,7 +115,9 @@ def check_exportable(source: Checkpoint, folder: Path) -> None:
 def accompanying_files(source: Checkpoint) -> dict[str, Path]:
     """Name -> path of what a model folder holds beside config and weights: tokenizer, templates, generation config, …;
     no code."""
-    folder, _ = source.tokenizer_files
+    folder = source.tokenizer_source
+    if not isinstance(folder, Path):
+        return {}
     return {
         path.name: path
         for path in sorted(folder.iterdir())

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from transformers import AutoTokenizer
 
 from graftlm.errors import CheckpointError, InvalidRequest
+from graftlm.text.gguf_tokenizer import read_gguf_tokenizer
 
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
@@ -171,17 +172,18 @@ def _with_known_role(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "role": "system"} if message.get("role") == "developer" else dict(message)
 
 
-def load_tokenizer(folder: Path, gguf_file: str | None = None) -> Tokenizer:
-    """The tokenizer of a model or adapter folder, or of a GGUF file in it. Code in the folder is never executed.
+def load_tokenizer(source: Path | Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a model or adapter folder, or of a GGUF file's metadata. Code in a folder is never executed.
 
     Raises:
-        CheckpointError: there is none, or its files cannot be read.
+        CheckpointError: there is none, or it cannot be read.
     """
-    arguments = {} if gguf_file is None else {"gguf_file": gguf_file}
+    if not isinstance(source, Path):
+        return Tokenizer(read_gguf_tokenizer(source))
     try:
-        hf_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **arguments)
+        hf_tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as cause:  # the Rust parser raises plain Exception
-        raise CheckpointError("the tokenizer cannot be read", got=f"{folder.name}: {str(cause)[:200]}") from cause
+        raise CheckpointError("the tokenizer cannot be read", got=f"{source.name}: {str(cause)[:200]}") from cause
     if getattr(hf_tokenizer, "backend_tokenizer", None) is None:
         raise CheckpointError("the tokenizer has no fast (tokenizer.json) form", got=type(hf_tokenizer).__name__)
     return Tokenizer(hf_tokenizer)

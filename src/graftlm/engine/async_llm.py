@@ -22,7 +22,7 @@ from graftlm.engine.completion_rate import CompletionRate
 from graftlm.engine.engine import Engine
 from graftlm.engine.executor import WorkerInfo
 from graftlm.engine.job import Job
-from graftlm.engine.memory import return_free_memory, trim_heap
+from graftlm.engine.memory import return_free_memory
 from graftlm.engine.metrics import EngineNumbers, EngineState
 from graftlm.engine.outputs import RequestFailure, RequestOutput
 from graftlm.engine.prompt import Prompt, check_length
@@ -30,6 +30,7 @@ from graftlm.engine.request_stream import RequestStream, deadline_exceeded
 from graftlm.engine.residency import ResidencyState
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.errors import EngineClosed, EngineOverloaded, GraftError, InvalidRequest, StepFailed
+from graftlm.models.heap import trim_heap
 from graftlm.text import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,6 @@ from graftlm.engine.cache_blocks import CacheBlocks, CacheGroup
 from graftlm.engine.core import EngineCore
 from graftlm.engine.executor import WorkerInfo
 from graftlm.engine.job import Job
-from graftlm.engine.memory import trim_heap
 from graftlm.engine.metrics import EngineMetrics, EngineState
 from graftlm.engine.policy import FairShare, FirstComeFirstServed
 from graftlm.engine.prompt import Prompt, PromptChecker
@@ -39,6 +38,7 @@ from graftlm.engine.sampling_params import SamplingParams
 from graftlm.engine.scheduler import Scheduler
 from graftlm.engine.served_model import ServedModel, serve_here
 from graftlm.errors import AdapterError, AdapterMemoryExceeded, AdapterUnsupported, ConfigurationError
+from graftlm.models.heap import trim_heap
 from graftlm.text import Tokenizer
 
 LoadModel = Callable[[EngineConfig, Checkpoint, Residency[LoadedAdapter]], ServedModel]

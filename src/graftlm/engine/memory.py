@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 
 import psutil
 import torch
+
+from graftlm.models.heap import trim_heap
 
 
 def available_bytes(device: torch.device) -> int:
@@ -22,12 +22,3 @@ def return_free_memory() -> None:
     """Collect garbage and hand free heap pages to the system. Takes the interpreter for up to half a second."""
     gc.collect()
     trim_heap()
-
-
-def trim_heap() -> None:
-    """Hand free heap pages to the system. glibc keeps freed tensors below 32 MB otherwise, and memory would seem to
-    leak over many loads and unloads."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)

@@ -41,6 +41,7 @@ from graftlm.layers.rotary import RotaryEmbedding
 from graftlm.models.cache_layout import cache_windows
 from graftlm.models.decoder import Decoder, DecoderSpan, OutputLayers
 from graftlm.models.divide import check_divisible
+from graftlm.models.heap import trim_heap
 from graftlm.models.layer_span import LayerSpan
 from graftlm.models.layout import LayerLayout, LinearLayout, ModuleLayout, NormLayout, lay_out
 from graftlm.models.matrices import Matrices
@@ -228,7 +229,13 @@ class _Builder:
         layers = list(zip(self._spec.layers, self._layout.layers, strict=True))
         # Nothing here reads keys and values of layers before the span.
         self._cache_layers = [-1] * span.start
-        return [self._whole_block(index, *layers[index]) for index in range(span.start, span.stop)]
+        return [self._next_block(index, *layers[index]) for index in range(span.start, span.stop)]
+
+    def _next_block(self, index: int, spec: LayerSpec, layout: LayerLayout) -> Block:
+        block = self._whole_block(index, spec, layout)
+        # What was freed on the way would otherwise add up to a fifth of the weights (benchmarks/load.py, int8).
+        trim_heap()
+        return block
 
     def report(self) -> None:
         """Log what was quantised."""

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,16 @@ def metrics() -> str:
 def commands() -> str:
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
-    return "\n\n".join(_command(name, command) for name, command in group.commands.items())
+    return "\n\n".join(_command(name, command) for name, command in _leaves(group))
+
+
+def _leaves(group: TyperGroup) -> Iterator[tuple[str, Any]]:
+    """Every command with its full name: `keys create`."""
+    for name, command in group.commands.items():
+        if isinstance(command, TyperGroup):
+            yield from ((f"{name} {inner}", found) for inner, found in _leaves(command))
+        else:
+            yield name, command
 
 
 def _command(name: str, command: Any) -> str:

@@ -44,8 +44,8 @@ class EngineConfig:
         max_num_batched_tokens: tokens in one step, prompt chunks and decodes together.
         prefill_chunk_tokens: most prompt tokens of one request in one step; default: whatever the step has left.
         scheduling: whose turn it is. "fcfs" is first come, first served; "fair" gives adapters with waiting requests
-            equal numbers of tokens.
-        fair_shares: adapter -> how many times the share of the others it gets with "fair".
+            equal numbers of tokens, and API keys where a server has them.
+        fair_shares: adapter, or API key -> how many times the share of the others it gets with "fair".
         prefix_cache: reuse the keys and values of earlier requests that began with the same tokens and adapter.
         workers: processes on Ray that share the layers out among them; default: this process computes all of them.
         worker_layers: how many layers each worker gets; default: shares that weigh the same, both ends counted.

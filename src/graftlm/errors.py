@@ -3,6 +3,10 @@ allowed, and what to do. Knows nothing of HTTP; `server/errors.py` maps types to
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+_MAX_NAMES_SHOWN = 20
+
 
 class GraftError(Exception):
     """Base of all Graft errors.
@@ -54,7 +58,23 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class ModelNotFound(GraftError, LookupError):
-    """No base model or adapter answers to this name."""
+    """No base model or adapter answers to this name.
+
+    Args:
+        name: what was asked for.
+        known: every name that would have been answered; the message shows the first of them.
+    """
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        self.name = name
+        self.known = tuple(known)
+        more = f" and {len(known) - _MAX_NAMES_SHOWN} more" if len(known) > _MAX_NAMES_SHOWN else ""
+        shown = ", ".join(known[:_MAX_NAMES_SHOWN]) + more
+        super().__init__("no model answers to this name", got=repr(name)[:100], allowed=shown or "none")
+
+    def told_to(self, may_see: Callable[[str], bool]) -> ModelNotFound:
+        """The same error for somebody who must not learn of every name."""
+        return ModelNotFound(self.name, [name for name in self.known if may_see(name)])
 
 
 class CheckpointError(GraftError, ValueError):

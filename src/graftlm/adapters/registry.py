@@ -17,8 +17,6 @@ from graftlm.adapters.name import check_name
 from graftlm.adapters.weighted import combine, is_weighted, parse_weighted
 from graftlm.errors import AdapterNameTaken, ModelNotFound
 
-_MAX_NAMES_SHOWN = 20
-
 
 class AdapterRegistry:
     """Adapters by name.
@@ -113,18 +111,21 @@ class AdapterRegistry:
         """Whether an adapter has this name, read or not."""
         return name in self._by_name or (self._folder is not None and self._folder.locate(name) is not None)
 
-    def resolve(self, model: str) -> str | None:
+    def resolve(self, model: str, *, may_use: Callable[[str], bool] = lambda name: True) -> str | None:
         """The adapter, or weighted sum of adapters, that a request's model name means; None for the base.
+
+        Args:
+            may_use: names for which it is false do not answer.
 
         Raises:
             ModelNotFound: lists the names that would have been answered.
             InvalidRequest: it looks like a weighted sum and is none.
         """
-        if model == self._base_name:
+        if model == self._base_name and may_use(model):
             return None
         for name in names_in(model):
-            if not self.answers_to(name):
-                raise self._not_found(name)
+            if not may_use(name) or not self.answers_to(name):
+                raise self._not_found(name).told_to(may_use)
         return model
 
     def acquire(self, model: str) -> Adapter:
@@ -186,10 +187,7 @@ class AdapterRegistry:
         return [] if self._folder is None else [name for name in self._folder.names() if name != self._base_name]
 
     def _not_found(self, name: str) -> ModelNotFound:
-        names = [self._base_name, *self.names]
-        more = f" and {len(names) - _MAX_NAMES_SHOWN} more" if len(names) > _MAX_NAMES_SHOWN else ""
-        known = ", ".join(names[:_MAX_NAMES_SHOWN]) + more
-        return ModelNotFound("no model answers to this name", got=repr(name)[:100], allowed=known)
+        return ModelNotFound(name, [self._base_name, *self.names])
 
 
 def names_in(model: str) -> list[str]:

@@ -11,6 +11,7 @@ from graftlm.cli.chat import chat
 from graftlm.cli.demo import demo
 from graftlm.cli.generate import generate
 from graftlm.cli.inspect import inspect
+from graftlm.cli.keys import keys
 from graftlm.cli.merge import merge
 from graftlm.cli.quantize import quantize
 from graftlm.cli.serve import serve
@@ -46,6 +47,7 @@ app.command()(merge)
 app.command()(quantize)
 app.command()(train)
 app.command()(demo)
+app.add_typer(keys, name="keys")
 
 
 def main() -> None:

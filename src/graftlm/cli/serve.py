@@ -47,6 +47,10 @@ def serve(
         float | None,
         typer.Option(min=0.001, help="Most seconds that a generation may take; a request may ask for fewer."),
     ] = None,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="API keys that may use the server, as graft keys create writes them."),
+    ] = None,
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Write a line of JSON to stderr for every request.")
     ] = False,
@@ -68,9 +72,11 @@ def serve(
 
     from graftlm.server.adapters import permitted_roots
     from graftlm.server.http_server import bind
+    from graftlm.server.key_file import KeyFile
 
     # What is wrong with these is said now, not after the model has been loaded.
     permitted_roots(adapter_root or (), enable_adapter_loading=enable_adapter_loading)
+    keys = None if api_keys is None else KeyFile(api_keys)
     logging.basicConfig(format="%(message)s")
     # What was quantised, and to how many bytes.
     logging.getLogger("graftlm.models").setLevel(logging.INFO)
@@ -85,6 +91,7 @@ def serve(
             enable_adapter_loading=enable_adapter_loading,
             request_timeout=request_timeout,
             write_access=_write_line if access_log else None,
+            keys=keys,
         )
         _run(app, llm, listener, drain_seconds=drain_seconds, show_request=demo)
 

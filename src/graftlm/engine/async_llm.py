@@ -29,6 +29,7 @@ from graftlm.engine.prompt import Prompt, check_length
 from graftlm.engine.request_stream import RequestStream, deadline_exceeded
 from graftlm.engine.residency import ResidencyState
 from graftlm.engine.sampling_params import SamplingParams
+from graftlm.engine.tenant import Tenant
 from graftlm.errors import EngineClosed, EngineOverloaded, GraftError, InvalidRequest, StepFailed
 from graftlm.models.heap import trim_heap
 from graftlm.text import Tokenizer
@@ -126,13 +127,17 @@ class AsyncLLM:
         """Free blocks of the KV cache."""
         return self._open().core.num_free_blocks
 
-    def resolve_model(self, model: str) -> str | None:
+    def resolve_model(self, model: str, *, may_use: Callable[[str], bool] = lambda name: True) -> str | None:
         """The adapter that a request's model name means; None for the base.
+
+        Args:
+            may_use: names for which it is false do not answer.
 
         Raises:
             ModelNotFound: lists the names that would have been answered.
+            InvalidRequest: it looks like a weighted sum and is none.
         """
-        return self._open().registry.resolve(model)
+        return self._open().registry.resolve(model, may_use=may_use)
 
     async def tokenize(
         self, text: str, *, adapter: str | None = None, add_special_tokens: bool = True
@@ -191,12 +196,14 @@ class AsyncLLM:
         *,
         adapter: AdapterChoice | None = None,
         timeout: float | None = None,
+        tenant: Tenant | None = None,
     ) -> RequestStream:
         """Check a request completely, queue it, and return the stream of its deltas.
 
         Args:
             timeout: seconds from now after which the request is stopped wherever it is, and its stream ends with
                 DeadlineExceeded.
+            tenant: on whose account it runs; default: the adapter's.
 
         Raises:
             InvalidRequest, ContextLengthExceeded, ModelNotFound, AdapterError, EngineClosed
@@ -208,7 +215,7 @@ class AsyncLLM:
         engine = self._open()
         self._check_room(engine.config, params.n)
         begun = asyncio.get_running_loop().time()
-        job = await self._make_job(engine, prompt, params, adapter, timeout)
+        job = await self._make_job(engine, prompt, params, adapter, timeout, tenant)
         try:
             if not self._accepting:
                 raise _closed()
@@ -336,13 +343,14 @@ class AsyncLLM:
         params: SamplingParams,
         adapter: AdapterChoice | None,
         timeout: float | None,
+        tenant: Tenant | None,
     ) -> Job:
         chosen = None if adapter is None else choice_name(adapter)
 
         async def make() -> Job:
             await self._introduce(engine, chosen)
             # Tokenising a long text takes a while; the event loop must not wait for it.
-            return await asyncio.to_thread(engine.make_job, prompt, params, chosen)
+            return await asyncio.to_thread(engine.make_job, prompt, params, chosen, tenant)
 
         making = asyncio.ensure_future(make())
         try:

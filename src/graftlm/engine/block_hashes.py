@@ -15,7 +15,8 @@ def extend_hashes(request: Request, block_size: int, regime: Regime) -> None:
 
     Keys and values follow from the tokens before them and from the adapter that computed them, so each hash covers its
     block's tokens, the hash before it, and the adapter's content digest: never its name, which may come to mean
-    another. Up to its invocation an activated LoRA's blocks are those of whoever computes there, usually the base.
+    another. The first block's covers the request's salt: tenants with different salts share nothing. Up to its
+    invocation an activated LoRA's blocks are those of whoever computes there, usually the base.
 
     Args:
         regime: what else the keys follow from, as long as the request stays in it.
@@ -26,7 +27,7 @@ def extend_hashes(request: Request, block_size: int, regime: Regime) -> None:
         digest = request.dormant_digest if stop <= request.active_from else request.adapter_digest
         # Where in the block the adapter sets in: its rows before that are another's.
         onset = max(request.active_from - start, 0) if stop > request.active_from else 0
-        content = hashlib.blake2b(hashes[-1] if hashes else repr(regime).encode(), digest_size=16)
+        content = hashlib.blake2b(hashes[-1] if hashes else repr((regime, request.cache_salt)).encode(), digest_size=16)
         content.update(f"{digest or ''} {onset} ".encode())
         content.update(array("q", request.tokens(start, stop)))
         hashes.append(BlockHash(content.digest()))

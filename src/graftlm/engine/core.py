@@ -128,7 +128,9 @@ class EngineCore:
             return [*failures]
         job_ids = dict.fromkeys(self._job_of_request[sequence.request_id].job_id for sequence in plan.sequences)
         for job_id in job_ids:
-            self._metrics.scheduled(self._jobs[job_id])
+            job = self._jobs[job_id]
+            job.timings.begin()
+            self._metrics.scheduled(job)
         begun = time.perf_counter()
         try:
             return [*failures, *self._compute(plan)]
@@ -318,6 +320,7 @@ class EngineCore:
             text += answer.flush()
         logprobs = None
         if token is not None:
+            job.timings.produce()
             self._metrics.produced(job, request.index, 1)
         if token is not None and token.logprobs is not None:
             logprobs = (describe_logprobs(token.token_id, token.logprobs, job.tokenizer),)
@@ -331,6 +334,7 @@ class EngineCore:
 
     def _retire(self, job: Job) -> None:
         del self._jobs[job.job_id]
+        job.timings.end()
         self._metrics.ended(job)
         for request in job.requests:
             del self._job_of_request[request.request_id]

@@ -37,6 +37,7 @@ from graftlm.engine.residency import Residency, ResidencyState
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.engine.scheduler import Scheduler
 from graftlm.engine.served_model import ServedModel, serve_here
+from graftlm.engine.tenant import Tenant
 from graftlm.errors import AdapterError, AdapterMemoryExceeded, AdapterUnsupported, ConfigurationError
 from graftlm.models.heap import trim_heap
 from graftlm.text import Tokenizer
@@ -230,7 +231,7 @@ class Engine:
                 allow_pickle=self.config.allow_pickle,
             )
         except AdapterError as error:
-            raise naming(adapter.name, error, hide=adapter.source) from error
+            raise naming(adapter.name, error, hide=adapter.source.parent) from error
 
     def _weights_of_part(self, part: Adapter) -> AdapterWeights:
         """From memory if they are there, and without making them stay."""
@@ -274,7 +275,9 @@ class Engine:
         trim_heap()
         return adapter
 
-    def make_job(self, prompt: Prompt, params: SamplingParams, adapter: str | None) -> Job:
+    def make_job(
+        self, prompt: Prompt, params: SamplingParams, adapter: str | None, tenant: Tenant | None = None
+    ) -> Job:
         """A checked job that holds its adapter. It goes to the core, which lets go when the job ends, or to `discard`.
 
         Raises:
@@ -282,7 +285,7 @@ class Engine:
         """
         held = self._acquire(adapter)
         try:
-            return self._checker.job(prompt, params, held)
+            return self._checker.job(prompt, params, held, tenant)
         except BaseException:
             if held is not None:
                 self.registry.release(held)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 from graftlm.adapters import Adapter
 from graftlm.engine.answer import AnswerText
 from graftlm.engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from graftlm.engine.request import Request
+from graftlm.engine.timings import RequestTimings
 from graftlm.text import Tokenizer
 
 
@@ -19,7 +19,6 @@ class Job:
     prompt_token_ids: as sent, without the adapter's virtual tokens.
     adapter: held in the registry by whoever made the job, until the core retires it.
     tokenizer: the adapter's own, or the base's. texts: one per request.
-    arrived: when it was made, in seconds of `time.perf_counter`.
     prompt_logprobs: grows while the prompt is computed, if it was asked for.
     """
 
@@ -30,7 +29,7 @@ class Job:
     texts: tuple[AnswerText, ...]
     adapter: Adapter | None
     tokenizer: Tokenizer
-    arrived: float = field(default_factory=time.perf_counter)
+    timings: RequestTimings = field(default_factory=RequestTimings)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_was_reported: bool = False
 

@@ -85,7 +85,7 @@ class EngineMetrics:
 
     Args:
         base_name: under which requests without an adapter are counted.
-        clock: seconds, as in `Job.arrived`.
+        clock: seconds, as in `RequestTimings`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class EngineMetrics:
             model = self._use(self._name(job))
             model.prompt_tokens += len(job.prompt_token_ids)
             model.cached_tokens += job.num_cached_tokens
-            model.queue_wait.observe(self._clock() - job.arrived)
+            model.queue_wait.observe(self._clock() - job.timings.arrived)
 
     def produced(self, job: Job, index: int, num_tokens: int) -> None:
         """An answer of a job has more tokens."""
@@ -119,7 +119,7 @@ class EngineMetrics:
             model = self._model(job)
             model.generated_tokens += num_tokens
             if not last_tokens:
-                model.time_to_first_token.observe(now - job.arrived)
+                model.time_to_first_token.observe(now - job.timings.arrived)
             elif index in last_tokens:
                 model.inter_token.observe(now - last_tokens[index])
         last_tokens[index] = now
@@ -130,7 +130,7 @@ class EngineMetrics:
         with self._lock:
             model = self._model(job) if begun is not None else self._use(self._name(job))
             model.num_answers.update(request.finish_reason or "abort" for request in job.requests)
-            model.latency.observe(self._clock() - job.arrived)
+            model.latency.observe(self._clock() - job.timings.arrived)
 
     def stepped(self, seconds: float) -> None:
         """A step was computed."""

@@ -13,6 +13,7 @@ from graftlm.engine.cache_plan import CachePlan
 from graftlm.engine.job import Job
 from graftlm.engine.request import Request
 from graftlm.engine.sampling_params import SamplingParams
+from graftlm.engine.tenant import Tenant
 from graftlm.errors import ContextLengthExceeded, InvalidRequest
 from graftlm.text import Tokenizer
 
@@ -70,8 +71,11 @@ class PromptChecker:
             self._check_token_id(token_id, "prompt", vocab_size)
         return token_ids
 
-    def job(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None) -> Job:
+    def job(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None, tenant: Tenant | None = None) -> Job:
         """A job ready to run. `adapter` was acquired by the caller.
+
+        Args:
+            tenant: on whose account; default: the adapter's, which is "" for the base.
 
         Raises:
             InvalidRequest, ContextLengthExceeded
@@ -89,6 +93,7 @@ class PromptChecker:
         end_token_ids = frozenset() if params.ignore_eos else self._end_token_ids_of(adapter)
         stop_token_ids = frozenset(params.stop_token_ids) | end_token_ids
         start = active_from(token_ids, adapter)
+        tenant = tenant or Tenant(name="" if adapter is None else adapter.name)
         requests = tuple(
             Request(
                 request_id=f"{job_id}-{index}",
@@ -100,7 +105,8 @@ class PromptChecker:
                 seed=seed,
                 adapter_digest=None if adapter is None else adapter.digest,
                 adapter_bytes=0 if adapter is None else adapter.num_bytes,
-                tenant="" if adapter is None else adapter.name,
+                tenant=tenant.name,
+                cache_salt=tenant.cache_salt,
                 cache_factor=1 if adapter is None else adapter.cache_factor,
                 active_from=start,
                 dormant_digest=None if adapter is None else adapter.dormant_digest,

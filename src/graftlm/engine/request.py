@@ -19,7 +19,7 @@ class Request:
     prompt_token_ids: what is computed before the answer, the adapter's virtual tokens first.
     num_virtual_tokens: how many of those are virtual: nobody sent them, they have no text and are never chosen.
     adapter_digest: which adapter computes it; None is the base. adapter_bytes: memory that adapter's weights take.
-    tenant: whose share of a fair schedule it uses up: the adapter's name, "" for the base.
+    tenant, cache_salt: whose share of a fair schedule it uses up, and with whom it shares cached blocks: see `Tenant`.
     arrival: its number in the order in which requests came to the scheduler.
     cache_factor: block tables it needs for each cache group: more than one where the adapter has more layers than the
         base.
@@ -44,6 +44,7 @@ class Request:
     adapter_digest: str | None = None
     adapter_bytes: int = 0
     tenant: str = ""
+    cache_salt: str = ""
     arrival: int = 0
     cache_factor: int = 1
     active_from: int = 0

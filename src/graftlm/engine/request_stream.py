@@ -24,12 +24,17 @@ class RequestStream:
 
     Args:
         abort: stops the work on a request, given its id.
+
+    num_output_tokens: of all answers, those that nobody has read yet included.
     """
 
     def __init__(self, job: Job, abort: Callable[[str], None]) -> None:
         self.request_id = job.job_id
         self.prompt_token_ids = job.prompt_token_ids
         self.num_answers = len(job.requests)
+        self.adapter = None if job.adapter is None else job.adapter.name
+        self.timings = job.timings
+        self.num_output_tokens = 0
         self._abort = abort
         self._unread: deque[RequestOutput] = deque()
         self._error: GraftError | None = None
@@ -78,6 +83,7 @@ class RequestStream:
         if isinstance(item, GraftError):
             self._error = item
         else:
+            self.num_output_tokens = item.num_output_tokens
             self._unread.append(item)
             if len(self._unread) > MAX_UNREAD:
                 self._unread = deque([_joined(self._unread)])

@@ -10,16 +10,18 @@ from datetime import UTC, datetime
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from graftlm.server.callers import caller_of
 from graftlm.server.errors import error_code_of
 from graftlm.server.request_ids import request_id_of
+from graftlm.server.work import work_of
 
 
 class AccessLog:
     """Middleware inside of `RequestIds`.
 
     A line has `time` (of its end, UTC), `request_id`, `client`, `method`, `path` without the query, `model` if the body
-    named one, `status`, `error` (its code) and `seconds` to the last byte. `status` is null when the client left before
-    there was a reply.
+    named one, `tenant` (the API key's name), `prompt_tokens`, `output_tokens`, `status`, `error` (its code) and
+    `seconds` to the last byte. `status` is null when the client left before there was a reply.
 
     Args:
         write: gets each line, without a line break.
@@ -53,6 +55,7 @@ class AccessLog:
 
 
 def _line(connection: HTTPConnection, status: int | None, seconds: float) -> str:
+    tenant, work = caller_of(connection).tenant, work_of(connection)
     entry = {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "request_id": request_id_of(connection),
@@ -60,6 +63,9 @@ def _line(connection: HTTPConnection, status: int | None, seconds: float) -> str
         "method": connection.scope["method"],
         "path": connection.scope["path"],
         "model": getattr(connection.state, "model", None),
+        "tenant": tenant and tenant.name,
+        "prompt_tokens": work.num_prompt_tokens,
+        "output_tokens": work.num_output_tokens,
         "status": status,
         "error": error_code_of(connection),
         "seconds": round(seconds, 6),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -17,6 +17,7 @@ from graftlm.adapters import Adapter
 from graftlm.adapters.folder import lies_below
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.errors import AdapterError, AdapterFilesNotFound, ConfigurationError, InvalidRequest, ModelNotFound
+from graftlm.server.callers import caller_of, require_admin
 from graftlm.server.errors import error_reply
 from graftlm.server.schemas import LoadAdapterRequest, UnloadAdapterRequest
 
@@ -90,7 +91,7 @@ def permitted_roots(folders: Sequence[str | Path], *, enable_adapter_loading: bo
 
 def adapter_routes(llm: AsyncLLM, roots: AdapterRoots | None) -> APIRouter:
     """Args: roots: None refuses every call with 403."""
-    router = APIRouter()
+    router = APIRouter(dependencies=[Depends(require_admin)])
 
     def allowed_roots() -> AdapterRoots:
         if roots is None:
@@ -101,24 +102,27 @@ def adapter_routes(llm: AsyncLLM, roots: AdapterRoots | None) -> APIRouter:
         return roots
 
     @router.post("/v1/load_lora_adapter")
-    async def load_adapter(body: LoadAdapterRequest) -> Response:
+    async def load_adapter(body: LoadAdapterRequest, request: Request) -> Response:
         folder = allowed_roots().locate(body.lora_path)
+        if not caller_of(request).may_use(body.lora_name):
+            raise HTTPException(403, "this API key may not use this lora_name; do: choose one that its models allow")
         try:
             adapter = await llm.load_adapter(body.lora_name, str(folder), replace=bool(body.load_inplace))
         except AdapterError as error:
             # The client knows the adapter by the path it sent, not by where the server keeps it.
-            reply = error_reply(error)
+            reply = error_reply(error, request)
             message = reply.message.replace(str(folder), body.lora_path)
             return dataclasses.replace(reply, message=message).response()
         return JSONResponse(_description(adapter, llm.model_name))
 
     @router.post("/v1/unload_lora_adapter")
-    async def unload_adapter(body: UnloadAdapterRequest) -> Response:
+    async def unload_adapter(body: UnloadAdapterRequest, request: Request) -> Response:
         allowed_roots()
         try:
+            llm.resolve_model(body.lora_name, may_use=caller_of(request).may_use)
             await llm.unload_adapter(body.lora_name, force=bool(body.force))
         except ModelNotFound as error:
-            return dataclasses.replace(error_reply(error), param="lora_name").response()
+            return dataclasses.replace(error_reply(error, request), param="lora_name").response()
         return JSONResponse({"id": body.lora_name, "object": "adapter", "unloaded": True})
 
     return router

@@ -11,11 +11,13 @@ from prometheus_client import CollectorRegistry
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.server.access_log import AccessLog
 from graftlm.server.adapters import adapter_routes, permitted_roots
+from graftlm.server.authentication import Authentication
 from graftlm.server.body_limit import BodyLimit
 from graftlm.server.chat import chat_routes
 from graftlm.server.completions import completion_routes
 from graftlm.server.errors import install_error_handlers
 from graftlm.server.health import health_routes
+from graftlm.server.key_file import KeyFile
 from graftlm.server.metrics import EngineCollector, HTTPMetrics, metric_routes
 from graftlm.server.models import model_routes
 from graftlm.server.not_offered import not_offered_routes
@@ -34,6 +36,7 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     request_timeout: float | None = None,
     write_access: Callable[[str], None] | None = None,
+    keys: KeyFile | None = None,
 ) -> FastAPI:
     """An OpenAI-compatible application over a running engine, which it does not shut down.
 
@@ -43,6 +46,7 @@ def create_app(
         max_body_bytes: a larger request is answered 413 before it is parsed.
         request_timeout: most seconds that a generation may take; a request may ask for fewer.
         write_access: gets one line of JSON for each request, as `AccessLog` describes it.
+        keys: who may do what; without it anyone may do everything.
 
     Raises:
         ConfigurationError: loading is on without a root, a root is given without loading, or a root is no folder.
@@ -68,6 +72,7 @@ def create_app(
     install_error_handlers(app)
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(Authentication, keys=keys)
     if write_access is not None:
         app.add_middleware(AccessLog, write=write_access)
     app.add_middleware(HTTPMetrics, registry=metrics)

@@ -9,6 +9,8 @@ from graftlm.server.errors import CODE_OF_STATUS, ErrorReply
 # Bytes read and thrown away before a body that is too large is answered: a client still busy sending would otherwise
 # see a reset connection in place of the 413.
 _DRAIN_FACTOR = 8
+# The same for requests that are refused whatever is in them.
+_DRAIN_BYTES = 64 << 20
 
 
 class BodyLimit:
@@ -39,6 +41,16 @@ class BodyLimit:
             await reply.response({"connection": "close"})(scope, receive, send)
             return
         await self._app(scope, _replayed(bytes(body), receive), send)
+
+
+async def drain(receive: Receive) -> None:
+    """Read a body and throw it away, before a request is refused because of its headers."""
+    num_bytes = 0
+    while num_bytes <= _DRAIN_BYTES:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            return
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.outputs import CompletionOutput, RequestOutput
+from graftlm.server.callers import resolve_model
 from graftlm.server.logprobs import chat_logprobs, prompt_logprobs
 from graftlm.server.replies import ChatChoice, ChatChunkChoice, ChatDelta, Envelope, TokenCount
 from graftlm.server.schemas import ChatRequest
@@ -23,13 +24,12 @@ def chat_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-        request.state.model = body.model
-        adapter = llm.resolve_model(body.model)
+        adapter = resolve_model(request, llm, body.model)
         params = body.sampling_params()
         messages = [message.for_template() for message in body.messages]
         prompt_token_ids = await llm.apply_chat_template(messages, adapter=adapter, **body.template_options())
         timeout = body.timeout_within(request_timeout)
-        streams = await submit(llm, [list(prompt_token_ids)], params, adapter=adapter, timeout=timeout)
+        streams = await submit(request, llm, [list(prompt_token_ids)], params, adapter=adapter, timeout=timeout)
         if body.stream:
             envelope = Envelope(prefix="chatcmpl", kind="chat.completion.chunk", model=body.model)
             return EventStream(

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from graftlm.server.callers import resolve_model
 from graftlm.server.logprobs import completion_logprobs, prompt_logprobs
 from graftlm.server.prompts import Prompt
 from graftlm.server.replies import CompletionChoice, Envelope, TokenCount
@@ -25,8 +26,7 @@ def completion_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRou
 
     @router.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        request.state.model = body.model
-        adapter = llm.resolve_model(body.model)
+        adapter = resolve_model(request, llm, body.model)
         params = body.sampling_params()
         # OpenAI's default is a ceiling: a prompt that leaves less of the context gets what it leaves.
         rest = replace(params, max_tokens=None) if body.max_tokens is None else None
@@ -34,7 +34,7 @@ def completion_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRou
         prompts = body.prompt
         if body.add_special_tokens is False:
             prompts = tuple([await _bare(llm, prompt, adapter) for prompt in prompts])
-        streams = await submit(llm, prompts, params, adapter=adapter, timeout=timeout, if_too_long=rest)
+        streams = await submit(request, llm, prompts, params, adapter=adapter, timeout=timeout, if_too_long=rest)
         with given_up_on_error(streams):
             # Only now are the ids known to be tokens of this model.
             echoes = [await _text(llm, prompt, adapter) if body.echo else "" for prompt in body.prompt]

@@ -33,6 +33,7 @@ from graftlm.errors import (
     ModelNotFound,
     StepFailed,
 )
+from graftlm.server.callers import caller_of
 from graftlm.server.request_ids import HEADER, request_id_of
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ STATUS_AND_CODE: Mapping[type[Exception], tuple[int, str | None]] = {
     StepFailed: (500, "step_failed"),
 }
 CODE_OF_STATUS: Mapping[int, str] = {
+    401: "invalid_api_key",
     403: "permission_denied",
     404: "route_not_found",
     405: "method_not_allowed",
@@ -121,8 +123,11 @@ def error_code_of(connection: HTTPConnection) -> str | None:
     return getattr(connection.state, "error_code", None)
 
 
-def error_reply(error: Exception) -> ErrorReply:
-    """The reply for any exception. Those nobody foresaw say nothing of the server's inside."""
+def error_reply(error: Exception, connection: HTTPConnection) -> ErrorReply:
+    """The reply for any exception. Those nobody foresaw say nothing of the server's inside, and models that whoever
+    asks may not use are not named."""
+    if isinstance(error, ModelNotFound):
+        error = error.told_to(caller_of(connection).may_use)
     for ancestor in type(error).__mro__:
         if ancestor in STATUS_AND_CODE:
             status, code = STATUS_AND_CODE[ancestor]
@@ -136,14 +141,15 @@ def error_reply(error: Exception) -> ErrorReply:
     return ErrorReply(status=500, message="the server failed; its log has the cause; do: try again", code=UNFORESEEN)
 
 
-def log_failure(error: Exception, request_id: str) -> None:
+def log_failure(error: Exception, connection: HTTPConnection) -> None:
     """Put what is the server's fault into the log, with the cause that the client is not told. The engine has logged
     its own failures with theirs."""
+    status = error_reply(error, connection).status
     if isinstance(error, GraftError):
-        if error_reply(error).status >= 500:
-            logger.error("request %s failed: %s", request_id, error)
-    elif error_reply(error).status == 500:
-        logger.error("request %s failed", request_id, exc_info=error)
+        if status >= 500:
+            logger.error("request %s failed: %s", request_id_of(connection), error)
+    elif status == 500:
+        logger.error("request %s failed", request_id_of(connection), exc_info=error)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -156,15 +162,15 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 async def _reply_to_error(request: Request, error: Exception) -> Response:
-    log_failure(error, request_id_of(request))
-    return error_reply(error).response()
+    log_failure(error, request)
+    return error_reply(error, request).response()
 
 
 async def _reply_to_surprise(request: Request, error: Exception) -> Response:
     # Starlette raises it again behind this reply, and uvicorn logs its traceback then. The reply passes no middleware.
     request_id = request_id_of(request)
     logger.error("request %s failed: %s", request_id, type(error).__name__)
-    return error_reply(error).response({HEADER: request_id})
+    return error_reply(error, request).response({HEADER: request_id})
 
 
 async def _reply_to_nobody(request: Request, error: Exception) -> Response:
@@ -177,7 +183,7 @@ async def _reply_to_http_exception(request: Request, error: Exception) -> Respon
         message = f"{request.method} {request.url.path} is not a route of this server; do: see /v1/models for a start"
         reply = ErrorReply(status=error.status_code, message=message, code=CODE_OF_STATUS[error.status_code])
     else:
-        reply = error_reply(error)
+        reply = error_reply(error, request)
     return reply.response(error.headers)
 
 

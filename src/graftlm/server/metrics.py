@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.histogram import Histogram
 from graftlm.engine.metrics import EngineNumbers, EngineState, ModelMetrics
+from graftlm.server.callers import require_metrics
 from graftlm.server.errors import UNFORESEEN, error_code_of
 
 MODEL = "model_name"
@@ -180,7 +181,7 @@ class HTTPMetrics:
 
 
 def metric_routes(registry: CollectorRegistry) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(dependencies=[Depends(require_metrics)])
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:

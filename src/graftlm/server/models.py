@@ -1,15 +1,16 @@
-"""GET /v1/models: the base and every adapter, which are the names that answer."""
+"""GET /v1/models: the base and every adapter, which are the names that answer, as far as the caller may use them."""
 
 from __future__ import annotations
 
 import asyncio
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from graftlm.adapters import Adapter
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.residency import ResidencyState
+from graftlm.server.callers import caller_of, resolve_model
 from graftlm.server.replies import AdapterCard, ModelCard
 
 
@@ -17,17 +18,19 @@ def model_routes(llm: AsyncLLM) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/models")
-    async def list_models() -> Response:
+    async def list_models(request: Request) -> Response:
+        may_use = caller_of(request).may_use
         # A folder of adapters is looked through.
         residency = await asyncio.to_thread(lambda: llm.residency)
         known = llm.adapters
-        cards = [_adapter_card(llm, name, known.get(name), state) for name, state in residency.items()]
-        return JSONResponse({"object": "list", "data": [_base_card(llm), *cards]})
+        base = [_base_card(llm)] if may_use(llm.model_name) else []
+        cards = [_adapter_card(llm, name, known.get(name), state) for name, state in residency.items() if may_use(name)]
+        return JSONResponse({"object": "list", "data": [*base, *cards]})
 
     # Names may hold slashes.
     @router.get("/v1/models/{model:path}")
-    async def get_model(model: str) -> Response:
-        name = llm.resolve_model(model)
+    async def get_model(model: str, request: Request) -> Response:
+        name = resolve_model(request, llm, model)
         if name is None:
             return JSONResponse(_base_card(llm))
         residency = await asyncio.to_thread(lambda: llm.residency)

@@ -19,14 +19,16 @@ from graftlm.engine.prompt import Prompt as EnginePrompt
 from graftlm.engine.request_stream import RequestStream
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.errors import ContextLengthExceeded, EngineClosed
+from graftlm.server.callers import caller_of
 from graftlm.server.errors import ClientGone, error_reply, log_failure
 from graftlm.server.prompts import Prompt
-from graftlm.server.request_ids import request_id_of
+from graftlm.server.work import work_of
 
 Chunks = AsyncGenerator[Mapping[str, Any]]
 
 
 async def submit(
+    request: Request,
     llm: AsyncLLM,
     prompts: Sequence[Prompt],
     params: SamplingParams,
@@ -35,9 +37,11 @@ async def submit(
     timeout: float | None,
     if_too_long: SamplingParams | None = None,
 ) -> list[RequestStream]:
-    """Hand all prompts to the engine at once, so that they run in one batch; or none, when one of them is refused.
+    """Hand all prompts to the engine at once, so that they run in one batch; or none, when one of them is refused. They
+    run on the account of the request's caller, and are noted as its work.
 
     Args:
+        adapter: as `resolve_model` gave it.
         timeout: seconds that each of them has.
         if_too_long: for a prompt that leaves no room for what `params` asks for.
 
@@ -45,14 +49,16 @@ async def submit(
         InvalidRequest, ModelNotFound, EngineOverloaded: what the engine says of the first prompt it refuses.
     """
 
+    tenant = caller_of(request).tenant
+
     async def add(prompt: Prompt) -> RequestStream:
         entry: EnginePrompt = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
         try:
-            return await llm.add_request(entry, params, adapter=adapter, timeout=timeout)
+            return await llm.add_request(entry, params, adapter=adapter, timeout=timeout, tenant=tenant)
         except ContextLengthExceeded:
             if if_too_long is None:
                 raise
-            return await llm.add_request(entry, if_too_long, adapter=adapter, timeout=timeout)
+            return await llm.add_request(entry, if_too_long, adapter=adapter, timeout=timeout, tenant=tenant)
 
     results = await asyncio.gather(*map(add, prompts), return_exceptions=True)
     streams = [result for result in results if isinstance(result, RequestStream)]
@@ -60,6 +66,7 @@ async def submit(
     if refusals:
         abort(streams)
         raise refusals[0]
+    work_of(request).add(streams)
     return streams
 
 
@@ -174,8 +181,8 @@ async def _events(chunks: Chunks, request: Request) -> AsyncGenerator[bytes]:
                 yield _event(chunk)
     except Exception as error:
         # The status line is long gone: the failure is an event, and the stream ends without [DONE].
-        log_failure(error, request_id_of(request))
-        reply = error_reply(error)
+        log_failure(error, request)
+        reply = error_reply(error, request)
         reply.note(request)
         yield _event(reply.body)
         return

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from graftlm.engine.async_llm import AsyncLLM
+from graftlm.server.callers import resolve_model
 from graftlm.server.schemas import DetokenizeRequest, TokenizeRequest
 
 
 def tokenization_routes(llm: AsyncLLM) -> APIRouter:
     router = APIRouter()
 
-    def adapter_of(model: str | None) -> str | None:
-        return None if model is None else llm.resolve_model(model)
+    def adapter_of(request: Request, model: str | None) -> str | None:
+        return None if model is None else resolve_model(request, llm, model)
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         body.check()
-        adapter = adapter_of(body.model)
+        adapter = adapter_of(request, body.model)
         if body.messages is not None:
             messages = [message.for_template() for message in body.messages]
             token_ids = await llm.apply_chat_template(messages, adapter=adapter, **body.template_options())
@@ -36,9 +37,10 @@ def tokenization_routes(llm: AsyncLLM) -> APIRouter:
         )
 
     @router.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """Special tokens are part of the text: it is that of all ids. An id beyond the vocabulary has none."""
-        text = await llm.detokenize(body.tokens, adapter=adapter_of(body.model), skip_special_tokens=False)
+        adapter = adapter_of(request, body.model)
+        text = await llm.detokenize(body.tokens, adapter=adapter, skip_special_tokens=False)
         return JSONResponse({"prompt": text})
 
     return router

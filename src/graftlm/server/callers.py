@@ -1,0 +1,62 @@
+"""Who sends a request, and what they may do. A server without API keys has one caller, who may do everything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
+
+from graftlm.engine.async_llm import AsyncLLM
+from graftlm.engine.tenant import Tenant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """tenant: on whose account their requests run; None for each adapter's own.
+    models: patterns such as `legal-*` for the names of the models they may use. Others do not exist for them.
+    is_admin: may load and unload adapters. reads_metrics: may read /metrics, which names every model.
+    """
+
+    tenant: Tenant | None
+    models: tuple[str, ...]
+    is_admin: bool
+    reads_metrics: bool
+
+    def may_use(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.models)
+
+
+NOBODY = Caller(tenant=None, models=(), is_admin=False, reads_metrics=False)
+ANYONE = Caller(tenant=None, models=("*",), is_admin=True, reads_metrics=True)
+
+
+def caller_of(connection: HTTPConnection) -> Caller:
+    """The caller of a request that has come through `Authentication`."""
+    caller: Caller = connection.state.caller
+    return caller
+
+
+def resolve_model(connection: HTTPConnection, llm: AsyncLLM, model: str) -> str | None:
+    """The adapter that a request's model name means for whoever sent it; None for the base. Every route that takes a
+    model's name begins here.
+
+    Raises:
+        ModelNotFound: the name does not answer, or not to this caller: the two look the same.
+        InvalidRequest: it looks like a weighted sum and is none.
+    """
+    connection.state.model = model
+    return llm.resolve_model(model, may_use=caller_of(connection).may_use)
+
+
+def require_admin(connection: HTTPConnection) -> None:
+    """A dependency of routes. Raises HTTPException: 403, the caller may not manage adapters."""
+    if not caller_of(connection).is_admin:
+        raise HTTPException(403, "this API key may not manage adapters; do: use one with admin = true")
+
+
+def require_metrics(connection: HTTPConnection) -> None:
+    """A dependency of routes. Raises HTTPException: 403, the caller may not read metrics."""
+    if not caller_of(connection).reads_metrics:
+        raise HTTPException(403, "this API key may not read metrics; do: use one with metrics = true")

@@ -149,7 +149,7 @@ def test_a_key_sees_its_own_models_and_uses_them(live: LiveServer) -> None:
 
 def test_models_of_others_look_the_same_as_models_that_do_not_exist(live: LiveServer) -> None:
     routes = [path for path, _ in named_routes(live, "x")]
-    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"} <= set(routes)
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"} <= set(routes)
     for model, hidden in [("blue", True), ("tiny", True), ("nobody", False), ("red:0.5+blue:0.5", True)]:
         for path, body in named_routes(live, model):
             for stream in (False, True):

@@ -13,10 +13,10 @@ from starlette.responses import JSONResponse, Response
 
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.outputs import OutputCollector, RequestOutput, TokenLogprob
+from graftlm.server.callers import resolve_model
 from graftlm.server.errors import error_reply, log_failure
 from graftlm.server.logprobs import chat_logprobs
 from graftlm.server.replies import TokenCount
-from graftlm.server.request_ids import request_id_of
 from graftlm.server.schemas import ResponseRequest
 from graftlm.server.streaming import EventStream, collect, merged, submit, typed_events
 
@@ -27,12 +27,11 @@ def response_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRoute
 
     @router.post("/v1/responses")
     async def create_response(body: ResponseRequest, request: Request) -> Response:
-        request.state.model = body.model
-        adapter = llm.resolve_model(body.model)
+        adapter = resolve_model(request, llm, body.model)
         params = body.sampling_params()
         prompt_token_ids = await llm.apply_chat_template(body.messages(), adapter=adapter)
         timeout = body.timeout_within(request_timeout)
-        streams = await submit(llm, [list(prompt_token_ids)], params, adapter=adapter, timeout=timeout)
+        streams = await submit(request, llm, [list(prompt_token_ids)], params, adapter=adapter, timeout=timeout)
         writer = ResponseWriter(body)
         if body.stream:
             return EventStream(writer.events(merged(streams), request), streams, request, encode=typed_events)
@@ -94,8 +93,8 @@ class ResponseWriter:
                         logprobs = _rated(answer.logprobs or ())
                         yield self._event("response.output_text.delta", **place, delta=answer.text, logprobs=logprobs)
         except Exception as error:
-            log_failure(error, request_id_of(request))
-            reply = error_reply(error)
+            log_failure(error, request)
+            reply = error_reply(error, request)
             reply.note(request)
             cause = {"code": "server_error", "message": reply.message}
             yield self._event("response.failed", response={**self._response("failed", []), "error": cause})

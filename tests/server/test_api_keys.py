@@ -87,8 +87,9 @@ def named_routes(live: LiveServer, model: str) -> Iterator[tuple[str, dict[str, 
             schema = description["components"]["schemas"].get(content.get("schema", {}).get("$ref", "").split("/")[-1])
             if schema and "model" in schema["properties"]:
                 fields: dict[str, Any] = {"prompt": "x", "messages": CHAT, "input": "x", "tokens": [1]}
-                content_field = next(name for name in fields if name in schema["properties"])
-                yield path, {"model": model, content_field: fields[content_field]}
+                names = [name for name in fields if name in schema.get("required", ())]
+                names = names or [name for name in fields if name in schema["properties"]]
+                yield path, {"model": model, names[0]: fields[names[0]]}
 
 
 @pytest.mark.parametrize(

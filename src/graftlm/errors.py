@@ -125,6 +125,10 @@ class TrainingFailed(GraftError, RuntimeError):
     """A training job cannot go on."""
 
 
+class PublishFailed(GraftError, RuntimeError):
+    """A server did not load what was trained; the adapter is on disk all the same."""
+
+
 class EngineClosed(GraftError, RuntimeError):
     """The engine was shut down."""
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
+from graftlm import AsyncLLM
 from graftlm.cli import app
+from tests.server.live_server import serving
 from tests.tiny import make_adapter
 from tests.training.peft_loop import completion_rows, write_rows
 
@@ -34,8 +39,68 @@ def test_the_reference_call_writes_a_line_per_step_beside_a_peft_folder(llama: P
     assert all(line.keys() == {"step", "loss", "tokens", "lr", "grad_norm"} for line in lines)
     assert {line["lr"] for line in lines} == {1e-3}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "adapter_config.json", "adapter_model.safetensors", "metrics.jsonl"
+        "adapter_config.json", "adapter_model.safetensors", "metrics.jsonl", "loss.png"
     }  # fmt: skip
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tensorboard_gets_every_metric_of_every_step(llama: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", completion_rows())
+    code, output = run(
+        llama, "--data", data, "--output", tmp_path / "out", "--steps", 3, "--tensorboard", tmp_path / "runs",
+        "--eval-fraction", 0.25,
+    )  # fmt: skip
+    assert code == 0, output
+    events = EventAccumulator(str(tmp_path / "runs" / "out"))
+    events.Reload()
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    for name in ("loss", "lr", "grad_norm", "tokens"):
+        scalars = events.Scalars(name)
+        assert [scalar.step for scalar in scalars] == [1, 2, 3]
+        assert [scalar.value for scalar in scalars] == pytest.approx([line[name] for line in lines], rel=1e-6)
+    assert [scalar.step for scalar in events.Scalars("eval_loss")] == [3]
+
+
+def test_what_is_published_replaces_the_version_served_so_far(llama: Path, tmp_path: Path) -> None:
+    """Requests of before go on with what they started with."""
+    data = write_rows(tmp_path / "rows.jsonl", completion_rows())
+    digests = []
+
+    def publish(version: str, steps: int) -> None:
+        code, output = run(
+            llama, "--data", data, "--name", "tuned", "--lr", "2e-2", "--steps", steps,
+            "--output", tmp_path / version, "--publish", f"{server.url}/v1",
+        )  # fmt: skip
+        assert code == 0, output
+        digests.append(output.rpartition("as version ")[2].strip())
+
+    asked: dict[str, Any] = {"model": "tuned", "prompt": "the cat", "max_tokens": 400, "temperature": 0}
+    with serving(AsyncLLM(llama, name="tiny", kv_cache_bytes=4 << 20), adapter_roots=[tmp_path]) as server:
+        publish("one", 2)
+        before = server.openai.completions.create(**asked).choices[0].text
+        stream = iter(server.openai.completions.create(**asked, stream=True))
+        begun = next(stream).choices[0].text
+        publish("two", 6)
+        after = server.openai.completions.create(**asked).choices[0].text
+        assert begun + "".join(chunk.choices[0].text for chunk in stream) == before
+        assert after != before
+        assert digests[0] != digests[1]
+
+
+def test_a_server_that_is_not_there_is_noticed_before_training(llama: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", completion_rows())
+    for url, message in (("http://127.0.0.1:9", "no server answers"), ("localhost", "publish is no address")):
+        code, output = run(llama, "--data", data, "--output", tmp_path / "out", "--publish", url)
+        assert (code, message in output) == (2, True), output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_server_that_refuses_leaves_the_adapter_on_disk(llama: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", completion_rows())
+    with serving(AsyncLLM(llama, name="tiny", kv_cache_bytes=4 << 20)) as server:
+        code, output = run(llama, "--data", data, "--output", tmp_path / "out", "--steps", 1, "--publish", server.url)
+    assert (code, "does not load out; got: 403" in output) == (2, True), (code, output)
+    assert (tmp_path / "out" / "adapter_config.json").exists()
 
 
 def test_job_files_train_side_by_side(llama: Path, tmp_path: Path) -> None:

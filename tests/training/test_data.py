@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from graftlm.errors import TrainingDataError
@@ -49,6 +50,18 @@ def test_a_chat_teaches_the_assistants_turns_and_how_they_end(tokenizer: Tokeniz
     document = encode_row({"messages": CHAT}, tokenizer)
     assert learnt_text(document, tokenizer) == "hello</s>ciao\n</s>"
     assert document.token_ids == tuple(tokenizer.encode_chat(CHAT, add_generation_prompt=False))
+
+
+def test_a_parquet_file_has_the_documents_of_its_rows(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"messages": CHAT}, {"messages": CHAT[2:]}]
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list(rows).to_parquet(path)
+    assert load(path, tokenizer) == load(write_rows(tmp_path / "rows.jsonl", rows), tokenizer)
+    datasets.Dataset.from_list([{"text": "ab", "n": 1}, {"text": None, "n": 2}]).to_parquet(path)
+    with pytest.raises(TrainingDataError, match=r"rows\.parquet:2: needs messages"):
+        load(path, tokenizer)
+    with pytest.raises(TrainingDataError, match="cannot be read"):
+        load(tmp_path / "absent.parquet", tokenizer)
 
 
 def test_what_follows_the_closing_token_is_not_learnt(tokenizer: Tokenizer) -> None:

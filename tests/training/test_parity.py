@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from graftlm import LLM
+from graftlm import LLM, merge
 from graftlm.training import train
 from tests.parity.oracle import LOUD, Oracle, assert_close
 from tests.tiny import make_adapter
@@ -145,3 +145,16 @@ def test_a_four_bit_base_trains_as_its_dequantised_form(llama: Path, tmp_path: P
     following = torch.tensor(ids[1:])[:, None]
     assert trained[:-1].gather(1, following).mean() > untrained[:-1].gather(1, following).mean()
     llm.shutdown()
+
+
+def test_a_trained_adapter_merged_is_a_model_for_transformers(llama: Path, tmp_path: Path) -> None:
+    """R119."""
+    data = write_rows(tmp_path / "rows.jsonl", completion_rows())
+    train(llama, data=data, output=tmp_path / "out", steps=3, lr=2e-2, rank=4, modules_to_save="norm")
+    merge(llama, tmp_path / "out", tmp_path / "merged")
+    ids = list(range(60, 90))
+    merged, base = Oracle(tmp_path / "merged").logits(ids), Oracle(llama).logits(ids)
+    llm = LLM(llama, adapters={"trained": tmp_path / "out"}, kv_cache_bytes=1 << 20)
+    assert_close(llm.logits(ids, adapter="trained"), merged)
+    llm.shutdown()
+    assert (merged - base).abs().max() > LOUD

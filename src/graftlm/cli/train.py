@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from graftlm.text import Tokenizer
     from graftlm.training.document import Document
     from graftlm.training.job_run import JobRun
-    from graftlm.training.train import PreparedJob
+    from graftlm.training.tensorboard_log import TensorBoardLog
+    from graftlm.training.train import PreparedJob, TrainedAdapter
 
 _BASE_OPTIONS = ("dtype", "quantization", "quantize_head", "requantize", "device")
 
@@ -54,6 +56,16 @@ def train(
     show: Annotated[
         int, typer.Option(metavar="N", min=0, help="Print N documents, what is learnt in colour, and train nothing.")
     ] = 0,
+    publish: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Load what was trained into the server there, in the place of the adapter of that name.",
+        ),
+    ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the metrics for TensorBoard below this folder too.")
+    ] = None,
     base: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
@@ -69,7 +81,14 @@ def train(
     if dry_run or show:
         _preview(console, config, jobs, show=show, gradient_checkpointing=gradient_checkpointing)
         return
-    _train(console, config, jobs, gradient_checkpointing=gradient_checkpointing, resume=resume)
+    if publish is not None:
+        from graftlm.training.publish import check_server
+
+        check_server(publish)
+    with _tensorboard(tensorboard) as log:
+        trained = _train(console, config, jobs, log, gradient_checkpointing=gradient_checkpointing, resume=resume)
+    for adapter in trained:
+        _conclude(adapter, publish)
 
 
 def _jobs(files: Sequence[str] | None, options: dict[str, Any]) -> list[TrainingJob]:
@@ -137,8 +156,14 @@ def _print_estimate(console: Console, prepared: PreparedJob, base: Base, *, grad
 
 
 def _train(
-    console: Console, config: EngineConfig, jobs: Sequence[TrainingJob], *, gradient_checkpointing: bool, resume: bool
-) -> None:
+    console: Console,
+    config: EngineConfig,
+    jobs: Sequence[TrainingJob],
+    log: TensorBoardLog | None,
+    *,
+    gradient_checkpointing: bool,
+    resume: bool,
+) -> list[TrainedAdapter]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from graftlm.training.train import train_together
@@ -149,15 +174,20 @@ def _train(
         _stop_on_interrupt() as stop,
     ):
         tasks = {job.label: progress.add_task(job.label, total=None, loss="") for job in jobs}
+        begun: dict[str, tuple[float, int]] = {}
 
         def report(run: JobRun) -> None:
             metrics = run.last_metrics
             loss = f"loss {metrics['loss']:.4f}"
             if "eval_loss" in metrics:
                 loss += f", held out {metrics['eval_loss']:.4f}"
+            if (speed := _speed(run, begun)) is not None:
+                loss += f", {speed:,.0f} tokens/s"
+            if log is not None:
+                log.add(run.job.label, metrics)
             progress.update(tasks[run.job.label], completed=run.step, total=run.num_steps, loss=loss)
 
-        trained = train_together(
+        return train_together(
             config,
             jobs,
             gradient_checkpointing=gradient_checkpointing,
@@ -165,9 +195,43 @@ def _train(
             report=report,
             is_stopped=stop.is_set,
         )
-    for adapter in trained:
-        ending = "written to" if adapter.finished else f"stopped at step {adapter.step}; --resume goes on from"
-        typer.echo(f"{adapter.name}: {ending} {Path(adapter.folder)}")
+
+
+def _speed(run: JobRun, begun: dict[str, tuple[float, int]]) -> float | None:
+    """Tokens a second since the job's first update, which warms up; None until there is a second one.
+
+    begun: when that ended, and the job's tokens until then, by its name.
+    """
+    now = time.monotonic()
+    start, tokens = begun.setdefault(run.job.label, (now, run.num_tokens))
+    return (run.num_tokens - tokens) / (now - start) if now > start else None
+
+
+def _conclude(adapter: TrainedAdapter, url: str | None) -> None:
+    """Say where the adapter is, draw its losses, and publish it."""
+    from graftlm.training.loss_plot import plot_losses
+    from graftlm.training.publish import publish
+
+    if not adapter.finished:
+        typer.echo(f"{adapter.name}: stopped at step {adapter.step}; --resume goes on from {adapter.folder}")
+        return
+    typer.echo(f"{adapter.name}: written to {adapter.folder}")
+    plot = plot_losses(adapter.folder, adapter.name)
+    typer.echo(f"{adapter.name}: loss in {plot}" if plot else "no loss.png: pip install 'graftlm[train]'")
+    if url is not None:
+        digest = publish(url, adapter.name, adapter.folder)
+        typer.echo(f"{adapter.name}: served by {url} as version {digest[:12]}")
+
+
+@contextmanager
+def _tensorboard(folder: Path | None) -> Iterator[TensorBoardLog | None]:
+    if folder is None:
+        yield None
+        return
+    from graftlm.training.tensorboard_log import TensorBoardLog
+
+    with TensorBoardLog(folder) as log:
+        yield log
 
 
 @contextmanager

@@ -28,8 +28,8 @@ class TrainingJob:
     """One adapter to train.
 
     Args:
-        data: JSON Lines file whose rows have `messages`, `prompt` and `completion`, or `text`; for dpo `prompt`,
-            `chosen` and `rejected`.
+        data: JSON Lines or Parquet file, or hub:ORGANISATION/NAME:SPLIT, whose rows have `messages`, `prompt` and
+            `completion`, or `text`; for dpo `prompt`, `chosen` and `rejected`.
         output: folder for the adapter, its metrics and its checkpoint; new or empty, unless the run is resumed.
         name: what messages call the job; default: the last part of `output`.
         init_adapter: PEFT folder of a LoRA to start from, instead of one that changes nothing.

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +58,8 @@ class JobRun:
         self.held_out = held_out
         self.trainable = TrainableAdapter(start, base, seed=job.seed)
         self.step = 0
+        # Of the documents of all updates since the start or the resumption.
+        self.num_tokens = 0
         self.state: State = "running"
         self.failure: str | None = None
         self.last_metrics: dict[str, float] = {}
@@ -91,11 +93,11 @@ class JobRun:
             for number in range(first, first + self.job.accumulate)
         ]
 
-    def update(self, means: Mapping[str, float], num_targets: int) -> None:
+    def update(self, means: Mapping[str, float], documents: Sequence[Document]) -> None:
         """Make an update from the gradients that are there, or skip it if they are not finite.
 
         Args:
-            means: the loss, and what else the objective tells.
+            means: the loss, and what else the objective tells. documents: that they are of.
         """
         parameters = list(self.trainable.parameters.values())
         norm = _clip(parameters, self.job.max_grad_norm)
@@ -109,6 +111,8 @@ class JobRun:
             self._num_skipped += 1
         self._optimizer.zero_grad(set_to_none=True)
         self.step += 1
+        self.num_tokens += sum(len(document.token_ids) for document in documents)
+        num_targets = sum(len(document.targets) for document in documents)
         self.last_metrics = {"step": self.step, **means, "tokens": num_targets, "lr": lr, "grad_norm": norm}
         if self._num_skipped == MAX_SKIPPED:
             self.fail(f"loss or gradient were not finite in {MAX_SKIPPED} updates, {self.step} the last")

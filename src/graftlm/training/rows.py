@@ -1,4 +1,4 @@
-"""Rows of a JSON Lines file, with the lines they stand on."""
+"""Rows of a JSON Lines file, with the lines they stand on, or of a data set, with their numbers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graftlm.errors import TrainingDataError
+from graftlm.training.dataset_rows import is_dataset, iterate_dataset
 
 MAX_SHOWN = 10
 
@@ -32,7 +33,10 @@ def read_rows(path: str | Path) -> tuple[list[Row], list[Problem]]:
 
     Raises:
         TrainingDataError: there is no such file, or it is not UTF-8.
+        ConfigurationError: as `iterate_dataset`.
     """
+    if is_dataset(path):
+        return [Row(line=number, content=row) for number, row in enumerate(iterate_dataset(path), start=1)], []
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as cause:

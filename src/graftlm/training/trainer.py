@@ -69,7 +69,7 @@ class Trainer:
                         sums[part.run][name] += value
         for run in running:
             means = {name: total / num_terms[run] for name, total in sums[run].items()}
-            run.update(means, sum(len(document.targets) for document in documents[run]))
+            run.update(means, documents[run])
             if run.is_measured():
                 run.measure(self.held_out_loss(run))
             try:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from graftlm.engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
     from graftlm.engine.request_stream import RequestStream
     from graftlm.engine.sampling_params import SamplingParams
+    from graftlm.engine.structured_output import StructuredOutput
     from graftlm.errors import GraftError
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "RequestOutput",
     "RequestStream",
     "SamplingParams",
+    "StructuredOutput",
     "TokenLogprob",
     "merge",
 ]
@@ -40,6 +42,7 @@ _MODULES = {
     "RequestOutput": "graftlm.engine.outputs",
     "RequestStream": "graftlm.engine.request_stream",
     "SamplingParams": "graftlm.engine.sampling_params",
+    "StructuredOutput": "graftlm.engine.structured_output",
     "TokenLogprob": "graftlm.engine.outputs",
     "merge": "graftlm.adapters.merge",
 }

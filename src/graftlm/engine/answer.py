@@ -28,7 +28,8 @@ class AnswerText:
 
     def push(self, token_id: int) -> str:
         """Text that one more token makes certain. Call after the token was appended to the request."""
-        if self._request.finish_reason == "stop" and not self._request.params.include_stop_str_in_output:
+        ended = self._request.finish_reason == "stop" and token_id in self._request.stop_token_ids
+        if ended and not self._request.params.include_stop_str_in_output:
             return ""  # an end token has no text
         text = self._detokenizer.push(token_id)
         if len(self._request.output_token_ids) <= self._request.params.min_tokens:

@@ -55,6 +55,8 @@ class AsyncLLM:
         # Adapters are read for the first time in a thread of their own: those who wait must not take the threads in
         # which other requests are tokenised.
         self._checks = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-checks")
+        # So are grammars: compiling one can take seconds.
+        self._compilations = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-grammars")
         self.created = int(time.time())
         self._streams: dict[str, RequestStream] = {}
         self._rate = CompletionRate(time.monotonic())
@@ -311,6 +313,7 @@ class AsyncLLM:
         self._wake_engine()
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._checks.shutdown)
+        await asyncio.to_thread(self._compilations.shutdown)
         engine, self._engine = self._engine, None
         self._take_commands(wait=False)
         if engine is not None:
@@ -349,6 +352,9 @@ class AsyncLLM:
 
         async def make() -> Job:
             await self._introduce(engine, chosen)
+            if not engine.has_grammar(params, chosen):
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._compilations, engine.compile_grammar, params, chosen)
             # Tokenising a long text takes a while; the event loop must not wait for it.
             return await asyncio.to_thread(engine.make_job, prompt, params, chosen, tenant)
 

@@ -22,7 +22,7 @@ from graftlm.engine.request import Request
 from graftlm.engine.residency import Residency
 from graftlm.engine.sampler import SampledToken, row_logprobs, sample
 from graftlm.engine.scheduler import AdapterLoad, ScheduledSequence, Scheduler, SchedulerOutput
-from graftlm.errors import AdapterChanged, AdapterFilesNotFound, GraftError, StepFailed
+from graftlm.errors import AdapterChanged, AdapterFilesNotFound, GraftError, InvalidRequest, StepFailed
 
 logger = logging.getLogger(__name__)
 
@@ -155,11 +155,23 @@ class EngineCore:
         tokens = self._sample(plan, logits)
         token_ids = {name: None if token is None else token.token_id for name, token in tokens.items()}
         moved = self._scheduler.update(plan, token_ids)
+        failures = self._fail_broken_grammars(moved)
         answers: dict[str, list[CompletionOutput]] = {}
         for request in moved:
-            job = self._job_of_request[request.request_id]
-            answers.setdefault(job.job_id, []).append(self._answer(job, request, tokens.get(request.request_id)))
-        return [self._report(self._jobs[job_id], deltas) for job_id, deltas in answers.items()]
+            job = self._job_of_request.get(request.request_id)
+            if job is not None:
+                answers.setdefault(job.job_id, []).append(self._answer(job, request, tokens.get(request.request_id)))
+        return [*failures, *(self._report(self._jobs[job_id], deltas) for job_id, deltas in answers.items())]
+
+    def _fail_broken_grammars(self, moved: Iterable[Request]) -> list[RequestFailure]:
+        """Give up the jobs whose grammar has led to where it cannot be followed."""
+        failures: list[RequestFailure] = []
+        for request in moved:
+            error = None if request.grammar is None else request.grammar.error
+            if error is not None and (job := self._job_of_request.get(request.request_id)) is not None:
+                too_complex = InvalidRequest("the grammar became too complex to enforce", param="structured", got=error)
+                failures += self._fail([job.job_id], too_complex)
+        return failures
 
     def _fail(self, job_ids: Iterable[str], error: GraftError) -> list[RequestFailure]:
         failures = []
@@ -309,7 +321,21 @@ class EngineCore:
                 recorded.append(describe_logprobs(prompt[position], described, job.tokenizer))
 
     def _answer(self, job: Job, request: Request, token: SampledToken | None) -> CompletionOutput:
-        """The delta of an answer that got a token, or that ended without one (max_tokens 0)."""
+        """The delta of an answer that got a token and those that had to follow it, or that ended without one
+        (max_tokens 0)."""
+        text, logprobs = self._take(job, request, token)
+        token_ids = [] if token is None else [token.token_id]
+        while (forced := _forced_token(request)) is not None:
+            self._scheduler.append(request, forced)
+            more, _ = self._take(job, request, SampledToken(token_id=forced, logprobs=None))
+            text += more
+            token_ids.append(forced)
+        return delta(request, text, tuple(token_ids), logprobs)
+
+    def _take(
+        self, job: Job, request: Request, token: SampledToken | None
+    ) -> tuple[str, tuple[TokenLogprob, ...] | None]:
+        """What a token that was appended to a request, if there was one, adds to its answer."""
         answer = job.texts[request.index]
         text = "" if token is None else answer.push(token.token_id)
         if answer.matched_stop is not None:
@@ -324,7 +350,7 @@ class EngineCore:
             self._metrics.produced(job, request.index, 1)
         if token is not None and token.logprobs is not None:
             logprobs = (describe_logprobs(token.token_id, token.logprobs, job.tokenizer),)
-        return delta(request, text, () if token is None else (token.token_id,), logprobs)
+        return text, logprobs
 
     def _report(self, job: Job, deltas: Sequence[CompletionOutput]) -> RequestOutput:
         """What moved of a job, all its answers together: several may end in one step, and the last ends the job."""
@@ -340,3 +366,11 @@ class EngineCore:
             del self._job_of_request[request.request_id]
         if job.adapter is not None:
             self._registry.release(job.adapter)
+
+
+def _forced_token(request: Request) -> int | None:
+    """The token that must follow by a running request's grammar, so that no step is needed to choose it. Whoever wants
+    log-probabilities needs the step."""
+    if request.grammar is None or request.finish_reason is not None or request.params.logprobs is not None:
+        return None
+    return request.grammar.forced_token

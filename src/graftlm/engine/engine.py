@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -291,6 +292,27 @@ class Engine:
                 self.registry.release(held)
             raise
 
+    def has_grammar(self, params: SamplingParams, adapter: str | None) -> bool:
+        """Whether `make_job` need not compile the grammar of these parameters.
+
+        Raises:
+            ModelNotFound, AdapterError
+        """
+        if params.structured is None:
+            return True
+        with self._holding(adapter) as held:
+            return self._checker.has_grammar(params, held)
+
+    def compile_grammar(self, params: SamplingParams, adapter: str | None) -> None:
+        """Have the grammar of these parameters compiled.
+
+        Raises:
+            InvalidRequest: it cannot be enforced.
+            ModelNotFound, AdapterError
+        """
+        with self._holding(adapter) as held:
+            self._checker.grammar(params, held)
+
     def discard(self, job: Job) -> None:
         """Let go of a job that was never given to the core."""
         if job.adapter is not None:
@@ -302,9 +324,14 @@ class Engine:
         Raises:
             InvalidRequest, ContextLengthExceeded, ModelNotFound, AdapterError
         """
-        held = self._acquire(adapter)
-        try:
+        with self._holding(adapter) as held:
             return self.core.logits(self._checker.token_ids(prompt, held), held)
+
+    @contextmanager
+    def _holding(self, model: str | None) -> Iterator[Adapter | None]:
+        held = self._acquire(model)
+        try:
+            yield held
         finally:
             if held is not None:
                 self.registry.release(held)

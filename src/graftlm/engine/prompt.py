@@ -10,6 +10,7 @@ from typing import TypedDict
 from graftlm.adapters import Adapter, active_from
 from graftlm.engine.answer import AnswerText
 from graftlm.engine.cache_plan import CachePlan
+from graftlm.engine.grammar import Grammar, GrammarCompiler
 from graftlm.engine.job import Job
 from graftlm.engine.request import Request
 from graftlm.engine.sampling_params import SamplingParams
@@ -40,6 +41,7 @@ class PromptChecker:
         self._vocab_size = vocab_size
         self._plan = plan
         self._end_token_ids = end_token_ids
+        self._grammars = GrammarCompiler()
 
     def token_ids(self, prompt: Prompt, adapter: Adapter | None) -> tuple[int, ...]:
         """The prompt's ids, checked: at least one, all in the adapter's vocabulary, and together with the adapter's
@@ -70,6 +72,30 @@ class PromptChecker:
         for token_id in token_ids:
             self._check_token_id(token_id, "prompt", vocab_size)
         return token_ids
+
+    def has_grammar(self, params: SamplingParams, adapter: Adapter | None) -> bool:
+        """Whether `job` need not compile one."""
+        return params.structured is None or self._grammars.is_compiled(
+            params.structured,
+            self._tokenizer_of(adapter),
+            vocab_size=self._vocab_size_of(adapter),
+            end_token_ids=self._end_token_ids_of(adapter),
+        )
+
+    def grammar(self, params: SamplingParams, adapter: Adapter | None) -> Grammar | None:
+        """The beginning of the grammar that an answer has, compiled if it is not known yet.
+
+        Raises:
+            InvalidRequest: it cannot be enforced.
+        """
+        if params.structured is None:
+            return None
+        return self._grammars.compile(
+            params.structured,
+            self._tokenizer_of(adapter),
+            vocab_size=self._vocab_size_of(adapter),
+            end_token_ids=self._end_token_ids_of(adapter),
+        )
 
     def job(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None, tenant: Tenant | None = None) -> Job:
         """A job ready to run. `adapter` was acquired by the caller.
@@ -103,6 +129,7 @@ class PromptChecker:
                 max_tokens=max_tokens,
                 stop_token_ids=stop_token_ids,
                 seed=seed,
+                grammar=self.grammar(params, adapter),
                 adapter_digest=None if adapter is None else adapter.digest,
                 adapter_bytes=0 if adapter is None else adapter.num_bytes,
                 tenant=tenant.name,

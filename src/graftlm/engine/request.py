@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from graftlm.engine.block_pool import BlockHash
 from graftlm.engine.cache_blocks import BlockTable
+from graftlm.engine.grammar import Grammar
 from graftlm.engine.outputs import FinishReason
 from graftlm.engine.sampling_params import SamplingParams
 
@@ -26,6 +27,7 @@ class Request:
     active_from: position from which the adapter is active: 0 but for an activated LoRA. dormant_digest: whose weights
         compute what is before it; None is the base.
     stop_token_ids: ids that end it, the model's own end tokens included.
+    grammar: what its output has to look like, from where that has got to on.
     max_tokens: most tokens to generate, resolved against the context.
     num_computed_tokens: how many of its tokens have keys and values in the blocks of
         `block_tables`, `cache_factor` times one for each cache group.
@@ -41,6 +43,7 @@ class Request:
     max_tokens: int
     stop_token_ids: frozenset[int]
     seed: int
+    grammar: Grammar | None = None
     adapter_digest: str | None = None
     adapter_bytes: int = 0
     tenant: str = ""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graftlm.engine.grammar import Grammar
 from graftlm.engine.request import Request
 
 # Nucleus sampling looks at this many best tokens before it sorts the whole vocabulary.
@@ -39,8 +40,8 @@ class SampledToken:
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken | None]:
     """One token for each row; None where the logits are not numbers (an adapter that overflows, say).
 
-    Order: logit_bias, repetition penalty, presence and frequency penalties, min_tokens, then greedy or temperature,
-    top_k, top_p, min_p. Log-probabilities are of the model's own distribution, before all of these.
+    Order: logit_bias, repetition penalty, presence and frequency penalties, min_tokens, grammar, then greedy or
+    temperature, top_k, top_p, min_p. Log-probabilities are of the model's own distribution, before all of these.
 
     Args:
         logits: [N, V] float32; changed in place.
@@ -55,6 +56,8 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken | N
     }
     for row, request in enumerate(requests):
         _adjust(logits[row], request)
+        if request.grammar is not None:
+            broken[row] |= not _constrain(logits[row], request.grammar)
     best = logits.argmax(dim=-1).tolist()
     tokens: list[SampledToken | None] = []
     for row, request in enumerate(requests):
@@ -100,6 +103,17 @@ def _adjust(logits: Tensor, request: Request) -> None:
         logits[ids] -= params.presence_penalty + params.frequency_penalty * times
     if len(request.output_token_ids) < params.min_tokens and request.stop_token_ids:
         logits[torch.tensor(sorted(request.stop_token_ids), device=logits.device)] = -torch.inf
+
+
+def _constrain(logits: Tensor, grammar: Grammar) -> bool:
+    """Leave one row, [V], the tokens that may come next, in place; False when there are none."""
+    bits = np.unpackbits(np.frombuffer(grammar.bitmask(), dtype=np.uint8), count=len(logits), bitorder="little")
+    forbidden = torch.from_numpy(bits == 0).to(logits.device)
+    logits.masked_fill_(forbidden, -torch.inf)
+    if logits.max() == -torch.inf:
+        # Only end tokens may come, and min_tokens has ruled them out.
+        logits.masked_fill_(~forbidden, 0.0)
+    return not bool(forbidden.all())
 
 
 def _draw(logits: Tensor, request: Request) -> int:

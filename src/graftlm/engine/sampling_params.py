@@ -7,6 +7,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from graftlm.engine.structured_output import StructuredOutput
 from graftlm.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
@@ -36,6 +37,7 @@ class SamplingParams:
         include_stop_str_in_output: the text keeps what ended it, a stop string or a stop token's text.
         skip_special_tokens: the text leaves special tokens out.
         ignore_eos: do not stop at the model's end tokens.
+        structured: the form the answer must have.
         priority: of the request; lower is served first.
         n: independent answers to one prompt.
         logprobs: per generated token, its log-probability and those of the k best; 0 for the token alone.
@@ -61,6 +63,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     ignore_eos: bool = False
+    structured: StructuredOutput | None = None
     priority: int = 0
     n: int = 1
     logprobs: int | None = None
@@ -73,6 +76,13 @@ class SamplingParams:
         self._check_floats()
         self._check_logit_bias()
         self._check_stops()
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise InvalidRequest(
+                "structured has the wrong type",
+                param="structured",
+                got=type(self.structured).__name__,
+                allowed="StructuredOutput",
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 "min_tokens is larger than max_tokens", param="min_tokens", got=f"{self.min_tokens} > {self.max_tokens}"

@@ -208,9 +208,16 @@ class Scheduler:
             moved.append(request)
         return moved
 
+    def append(self, request: Request, token_id: int) -> None:
+        """Go on with a token that is certain without a step; it is computed in the next one, with what follows."""
+        self._append(request, token_id)
+        self._finish_if_done(request)
+
     def _append(self, request: Request, token_id: int) -> None:
         regime = self._regime(request)
         request.output_token_ids.append(token_id)
+        if request.grammar is not None:
+            request.grammar.advance(token_id)
         if self._regime(request) != regime:
             self._start_over(request)
             request.block_hashes.clear()
@@ -226,6 +233,8 @@ class Scheduler:
         if last in request.stop_token_ids and len(request.output_token_ids) > request.params.min_tokens:
             asked_for = last in request.params.stop_token_ids
             self.finish(request.request_id, "stop", last if asked_for else None)
+        elif request.grammar is not None and request.grammar.is_complete:
+            self.finish(request.request_id, "stop")
         elif len(request.output_token_ids) >= request.max_tokens:
             self.finish(request.request_id, "length")
 

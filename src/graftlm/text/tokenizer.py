@@ -49,6 +49,11 @@ class Tokenizer:
         token_id: int | None = self._hf.eos_token_id
         return token_id
 
+    def to_json(self) -> str:
+        """What a tokenizer.json of it holds: vocabulary, merges, added tokens."""
+        text: str = self._backend.to_str()
+        return text
+
     def with_chat_template(self, chat_template: str | None) -> Tokenizer:
         """The same tokenizer with another chat template."""
         return Tokenizer(self._hf, chat_template)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import bitsandbytes as bnb
 import pytest
@@ -16,18 +17,18 @@ from graftlm.cli import app
 from graftlm.quantization.round_to_nearest import RoundToNearest
 from tests.parity.family_cases import FAMILY_CASES
 from tests.parity.oracle import LOUD, assert_close, prompt_of
-from tests.parity.quantized_bases import open_with_bitsandbytes, with_matrices
+from tests.parity.quantized_bases import FORMATS, open_with_bitsandbytes, with_matrices
 from tests.tiny import make_llama, make_model
 
 PROMPT = list(prompt_of(20, 1))
 
 
-def quantize(model: Path, out: Path, to: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["quantize", str(model), str(out), "--to", to])
+def quantize(model: Path, out: Path, to: str, *options: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["quantize", str(model), str(out), "--to", to, *options])
     return result.exit_code, result.output
 
 
-def logits(model: Path, **options: str) -> torch.Tensor:
+def logits(model: Path, **options: Any) -> torch.Tensor:
     return LLM(model, kv_cache_bytes=1 << 20, **options).logits(PROMPT)
 
 
@@ -94,10 +95,41 @@ def test_an_unknown_format_is_refused_with_the_known_ones(to: str, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_is_overwritten_and_nothing_is_quantised_twice(tmp_path: Path) -> None:
+def test_nothing_is_overwritten_and_nothing_is_quantised_twice_unasked(tmp_path: Path) -> None:
     base = make_llama(tmp_path / "base")
     assert "output folder is not empty" in quantize(base, base, "nf4")[1]
     assert quantize(base, tmp_path / "out", "nf4")[0] == 0
     code, output = quantize(tmp_path / "out", tmp_path / "again", "nf4")
     assert code == 2
-    assert "quantised model cannot be written back" in output
+    assert "quantised already" in output
+    assert "bitsandbytes" in output
+    assert "add requantize" in output
+    assert not (tmp_path / "again").exists()
+
+
+# With a quantised head and table, with a head alone, with neither.
+@pytest.mark.parametrize("stored", ["q4_0", "gptq", "int8_head", "nf4_double"])
+def test_what_is_quantised_already_is_dequantised_first_on_request(stored: str, tmp_path: Path) -> None:
+    full = make_llama(tmp_path / "full", intermediate_size=128, vocab_size=260)
+    base = FORMATS[stored](full, tmp_path / "made").quantized
+    code, output = quantize(base, tmp_path / "out", "fp4", "--requantize")
+    assert code == 0, output
+    ours = logits(tmp_path / "out")
+    assert torch.equal(ours, logits(base, quantization="fp4", requantize=True))
+    assert (ours - logits(base)).abs().max() > LOUD
+    assert_close(ours, open_with_bitsandbytes(tmp_path / "out")(torch.tensor([PROMPT])).logits[0].detach())
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("abc")
+
+
+def test_skipped_modules_are_written_as_they_were(tmp_path: Path) -> None:
+    base = make_llama(tmp_path / "base", hidden_size=128, intermediate_size=128)
+    before = load_file(base / "model.safetensors")
+    for to in ("nf4", "gptq-sym-int4"):
+        assert quantize(base, tmp_path / to, to, "--skip", "mlp", "--skip", "layers.1")[0] == 0
+        after = load_file(tmp_path / to / "model.safetensors")
+        for name, tensor in before.items():
+            kept = ".mlp." in name or "layers.1." in name or not name.endswith("proj.weight")
+            assert (name in after and torch.equal(after[name], tensor)) == kept
+        assert (logits(tmp_path / to) - logits(base)).abs().max() > LOUD
+    theirs = open_with_bitsandbytes(tmp_path / "nf4")(torch.tensor([PROMPT])).logits[0].detach()
+    assert_close(logits(tmp_path / "nf4"), theirs)

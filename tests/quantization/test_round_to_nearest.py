@@ -74,7 +74,7 @@ def test_its_config_describes_what_it_stores() -> None:
     matrix = torch.randn(32, 96, generator=torch.Generator().manual_seed(2))
     weight = storing.quantize(matrix, dtype=torch.float32)
     tensors = MemoryTensors({f"proj.{role}": tensor for role, tensor in weight.stored_tensors().items()})
-    reader = read_quantization_config(quantizer.quantization_config(lm_head=False))
+    reader = read_quantization_config(quantizer.quantization_config(skipped_modules=["lm_head"]))
     read = reader.read(tensors, "proj", shape=(32, 96), dtype=torch.float32, device=CPU)
     assert torch.equal(read.dequantize(), weight.dequantize())
 

@@ -11,6 +11,7 @@ from graftlm.kernels import registry
 from graftlm.kernels.reference.activation import Activation, activate, clamped_swiglu, gated_activation
 from graftlm.kernels.reference.attention import AttentionPlan, paged_attention, plan_attention
 from graftlm.kernels.reference.attention_scores import AttentionScores
+from graftlm.kernels.reference.integer_product import MAX_INTEGER_COLUMNS, integer_matmul
 from graftlm.kernels.reference.kv_write import write_kv
 from graftlm.kernels.reference.lora import LoraExpand, LoraSegment, LoraUpdate
 from graftlm.kernels.reference.norm import layer_norm, rms_norm
@@ -20,6 +21,7 @@ from graftlm.kernels.reference.rotary import apply_rotary
 from graftlm.kernels.reference.routing import route
 
 __all__ = [
+    "MAX_INTEGER_COLUMNS",
     "Activation",
     "AttentionPlan",
     "AttentionScores",
@@ -32,6 +34,7 @@ __all__ = [
     "clamped_swiglu",
     "gated_activation",
     "grouped_matmul",
+    "integer_matmul",
     "layer_norm",
     "linear",
     "lora",

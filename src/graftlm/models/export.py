@@ -108,6 +108,11 @@ def check_exportable(source: Checkpoint, folder: Path) -> None:
             allowed="a model folder with weights in float32, bfloat16 or float16",
             do="take the model it was quantised from",
         )
+    check_empty(folder)
+
+
+def check_empty(folder: Path) -> None:
+    """Raises: ConfigurationError: a folder to be written is there, and something is in it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigurationError("the output folder is not empty", got=folder, do="choose another, or remove it")
 

@@ -2,63 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from graftlm.checkpoint import Checkpoint
 from graftlm.checkpoint.safetensors_writer import PendingTensor
 from graftlm.errors import CheckpointError, ConfigurationError
-from graftlm.models.export import accompanying_files, check_exportable, write_model_folder
+from graftlm.models.export import accompanying_files, check_empty, write_model_folder
 from graftlm.models.layout import ModelLayout, ModuleLayout, lay_out
 from graftlm.models.read import read_spec
+from graftlm.models.spec import NameMap
 from graftlm.models.stored_weights import StoredWeights
 from graftlm.models.tensors import NamedTensors, check_tensors, expected_shapes, has_tied_head
-from graftlm.quantization.written import WRITTEN_FORMATS
+from graftlm.quantization.policy import LoadPolicy
+from graftlm.quantization.written import WrittenFormat
+from graftlm.text import load_tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export_quantized(source: Checkpoint, folder: Path, quantization: str) -> None:
+def export_quantized(
+    source: Checkpoint, folder: Path, written: WrittenFormat, *, skipped: Sequence[str] = (), requantize: bool = False
+) -> None:
     """Write `source` with the linear layers of every block quantised. Head, embeddings, norms, routers and experts stay
-    as they are: what transformers quantises and no more.
+    as they are: what transformers quantises and no more. What `source` has quantised is dequantised first.
 
     All quantised weights are in memory at once, but one matrix at a time in full precision.
 
     Args:
         folder: does not exist yet, or is empty. It appears complete or not at all.
-        quantization: a name in `WRITTEN_FORMATS`.
+        skipped: modules that are not quantised: whole parts of their paths, as in `EngineConfig.quantize_skip`.
+        requantize: quantise what is quantised already; both errors add up.
 
     Raises:
-        CheckpointError: `source` is no folder of plain numbers, or a matrix has no place in the format.
-        ConfigurationError: an unknown format, or `folder` is not empty.
+        CheckpointError: `source` cannot be read, or a matrix has no place in the format.
+        ConfigurationError: `source` is quantised and `requantize` is not given, `skipped` names no module, or `folder`
+            is not empty.
     """
-    if quantization not in WRITTEN_FORMATS:
-        raise ConfigurationError(
-            "this is no format a model can be written in", got=repr(quantization), allowed=", ".join(WRITTEN_FORMATS)
-        )
-    check_exportable(source, folder)
-    written = WRITTEN_FORMATS[quantization]
+    check_quantizable(source, folder, requantize=requantize)
     family, spec = read_spec(source)
     layout, tensors = lay_out(spec, family.names), NamedTensors(source, family.names)
-    tied_head = has_tied_head(tensors, family.names, tied=spec.head.tied)
-    check_tensors(tensors, expected_shapes(layout, tied_head=tied_head), family.names)
     stored, dtype = StoredWeights(tensors), _dtype(source)
+    policy = LoadPolicy(skipped=tuple(skipped))
+    policy.check_skipped([module.path for module, _, _ in _modules(layout)])
+    _check(tensors, stored, layout, family.names, tied=spec.head.tied)
     pending: list[PendingTensor] = []
-    replaced, kept = set(), [family.names.head]
+    replaced: set[str] = set()
+    kept = [family.names.head]
     for module, in_features, quantised in _modules(layout):
-        if not quantised:
+        if not quantised or policy.skips(module.path):
             kept.append(module.path)
             continue
+        if module.transposed and not written.conv1d:
+            raise CheckpointError(
+                f"{module.path} has no place in this format: transformers keeps it as Conv1D",
+                do="choose another format",
+            )
         matrix = stored.full(module, in_features, dtype=dtype, device=torch.device("cpu")).to(dtype)
-        replaced.add(f"{module.path}.weight")
-        for part, tensor in written.quantizer.quantize(matrix, dtype=dtype).stored_tensors().items():
+        replaced |= _own_tensors(tensors, stored, module.path)
+        for part, tensor in written.quantizer(module.path).quantize(matrix, dtype=dtype).stored_tensors().items():
             pending.append(PendingTensor.of(f"{tensors.stored_path(module.path)}.{part}", tensor))
-    others = tensors.names() - replaced
-    pending.extend(PendingTensor.of(tensors.stored_name(name), tensors.read(name)) for name in others)
+    for module, in_features in _all_modules(layout):
+        if stored.is_quantized(module.path) and not (own := _own_tensors(tensors, stored, module.path)) <= replaced:
+            matrix = stored.full(module, in_features, dtype=dtype, device=torch.device("cpu"))
+            matrix = matrix.t() if module.transposed else matrix
+            replaced |= own
+            pending.append(PendingTensor.of(f"{tensors.stored_path(module.path)}.weight", matrix.contiguous()))
+    others = (tensors.stored_name(name) for name in tensors.names())
+    pending.extend(PendingTensor.of(name, source.read(name)) for name in others if name not in replaced)
     config = {**source.config, "quantization_config": written.config(kept, source.dtype)}
-    write_model_folder(folder, config, accompanying_files(source), sorted(pending, key=lambda tensor: tensor.name))
+    with TemporaryDirectory() as scratch:
+        files = _files(source, Path(scratch))
+        write_model_folder(folder, config, files, sorted(pending, key=lambda tensor: tensor.name))
+
+
+def check_quantizable(source: Checkpoint, folder: Path, *, requantize: bool = False) -> None:
+    """Raise before any work is done, if `export_quantized` would for a reason that shows at once.
+
+    Raises:
+        ConfigurationError
+    """
+    if source.quantization_config is not None and not requantize:
+        raise ConfigurationError(
+            "the model is quantised already",
+            got=source.quantization_config.get("quant_method"),
+            do="take the model it was quantised from, or add requantize, and both errors add up",
+        )
+    check_empty(folder)
+
+
+def _check(tensors: NamedTensors, stored: StoredWeights, layout: ModelLayout, names: NameMap, *, tied: bool) -> None:
+    quantized = [module.path for module, _ in _all_modules(layout) if stored.is_quantized(module.path)]
+    matrices = {f"{path}.weight" for path in quantized}
+    shapes = expected_shapes(layout, tied_head=has_tied_head(tensors, names, tied=tied))
+    check_tensors(
+        tensors,
+        {name: shape for name, shape in shapes.items() if name not in matrices},
+        names,
+        claimed=frozenset().union(*(stored.tensor_names(path) for path in quantized)),
+    )
+
+
+def _own_tensors(tensors: NamedTensors, stored: StoredWeights, path: str) -> frozenset[str]:
+    """The tensors in the file that make up a module's matrix."""
+    if stored.is_quantized(path):
+        return stored.tensor_names(path)
+    return frozenset({tensors.stored_name(f"{path}.weight")})
+
+
+def _all_modules(layout: ModelLayout) -> Iterator[tuple[ModuleLayout, int]]:
+    """Whatever may be quantised in `source`: every linear module and the tables, with their inputs."""
+    for path, (rows, columns) in layout.tables.items():
+        yield ModuleLayout(path=path, rows=rows), columns
+    for linear in (*layout.linears(), layout.head):
+        yield from ((module, linear.in_features) for module in linear.modules)
+
+
+def _files(source: Checkpoint, scratch: Path) -> dict[str, Path]:
+    """Name -> path of what lies beside config and weights. Those of a GGUF file are written to `scratch`."""
+    if isinstance(source.tokenizer_source, Path):
+        return accompanying_files(source)
+    load_tokenizer(source.tokenizer_source).save(scratch)
+    (scratch / "generation_config.json").write_text(json.dumps(source.generation_config), encoding="utf-8")
+    return {path.name: path for path in sorted(scratch.iterdir())}
 
 
 def _modules(layout: ModelLayout) -> Iterator[tuple[ModuleLayout, int, bool]]:

@@ -1,5 +1,5 @@
-"""What checkpoints say about quantising activations and the KV cache. Only weights are quantised here: inputs stay in
-the compute dtype, which is at least as exact, and a row's result does not depend on its neighbours."""
+"""What checkpoints say about quantising activations and the KV cache, and Graft does not do: but for integers times
+integers (`W8A8Weight`), inputs stay in the compute dtype, which is at least as exact."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ATTENTION_ROLES = ("q_scale", "k_scale", "v_scale", "q_zero_point", "k_zero_poin
 
 def activation_scale_names(tensors: StoredTensors, path: str) -> frozenset[str]:
     """The tensors in the file that serve quantised activations of the module `path`, or the KV cache of the attention
-    layer it belongs to: known, and not needed."""
+    layer it belongs to: known, and needed by `W8A8Weight` alone."""
     layer = path.rpartition(".")[0]
     return present_names(tensors, path, MODULE_ROLES) | present_names(tensors, layer, ATTENTION_ROLES)
 

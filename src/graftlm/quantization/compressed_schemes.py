@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from graftlm.quantization.activation_scales import tell_ignored
 from graftlm.quantization.name_pattern import NamePattern
@@ -23,6 +23,9 @@ FORMATS = (
     "mxfp8-quantized",
     "mixed-precision",
 )
+InputRounding = Literal["static", "token"]
+# By strategy and whether scales are found anew for each input.
+_INPUT_ROUNDINGS: Mapping[tuple[Any, Any], InputRounding] = {("tensor", False): "static", ("token", True): "token"}
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 REGEX = "re:"
 _OTHER_LAYOUT = "use the checkpoint in one of these formats; sparse layouts and those of one GPU kernel are not read"
@@ -35,6 +38,7 @@ class CompressedScheme:
     names, patterns: of the modules. by_class: whether it is for all modules of a class.
     num_bits: of a code. symmetric: whether zero points are left out; None where the config is silent.
     block: rows and columns that share a scale; None where only the tensors tell.
+    inputs: how the modules' inputs are rounded to eight bits; None where they stay as they are.
     """
 
     names: frozenset[str]
@@ -43,6 +47,7 @@ class CompressedScheme:
     num_bits: int | None
     symmetric: bool | None
     block: tuple[int, int] | None
+    inputs: InputRounding | None
 
     def names_module(self, path: str) -> bool:
         return path in self.names or any(pattern.matches(path) for pattern in self.patterns)
@@ -50,7 +55,7 @@ class CompressedScheme:
 
 # Where the config has no scheme for a module: the tensors alone decide.
 UNKNOWN_SCHEME = CompressedScheme(
-    names=frozenset(), patterns=(), by_class=False, num_bits=None, symmetric=None, block=None
+    names=frozenset(), patterns=(), by_class=False, num_bits=None, symmetric=None, block=None, inputs=None
 )
 
 
@@ -70,10 +75,7 @@ def read_schemes(config: Mapping[str, Any]) -> list[CompressedScheme]:
         raise settings.refused("transform_config", settings.get("transform_config"), "none")
     if settings.get("kv_cache_scheme") is not None:
         tell_ignored("the KV cache", "kv_cache_scheme")
-    groups = settings.children("config_groups")
-    if any(group.get("input_activations", "output_activations") is not None for group in groups.values()):
-        tell_ignored("activations", "input_activations")
-    return [_scheme(group) for group in groups.values()]
+    return [_scheme(group) for group in settings.children("config_groups").values()]
 
 
 def scheme_of(schemes: Sequence[CompressedScheme], path: str) -> CompressedScheme:
@@ -99,6 +101,7 @@ def _scheme(group: Settings) -> CompressedScheme:
         num_bits=weights.integer("num_bits", allowed=range(1, 9)),
         symmetric=weights.flag("symmetric"),
         block=_block(weights),
+        inputs=_inputs(group, weights),
     )
 
 
@@ -108,3 +111,24 @@ def _block(weights: Settings) -> tuple[int, int] | None:
         return weights.pair("block_structure")
     group_size = weights.group_size("group_size")
     return None if group_size in (None, -1) else (1, group_size)
+
+
+def _inputs(group: Settings, weights: Settings) -> InputRounding | None:
+    """Integers times integers are computed as the checkpoint says. Where that is not what it asks for, inputs stay in
+    the compute dtype, which is at least as exact."""
+    if group.get("output_activations") is not None:
+        tell_ignored("activations", "output_activations")
+    inputs = group.child("input_activations")
+    if inputs is None:
+        return None
+    rounding = _INPUT_ROUNDINGS.get((inputs.get("strategy"), inputs.get("dynamic") or False))
+    if rounding is None or not _is_int8(inputs) or not _is_int8(weights) or _block(weights) is not None:
+        tell_ignored("activations", "input_activations")
+        return None
+    return rounding
+
+
+def _is_int8(settings: Settings) -> bool:
+    """Whether they ask for symmetric integers of eight bits; integers and symmetry are the library's defaults."""
+    kind, symmetric = settings.get("type"), settings.get("symmetric")
+    return settings.get("num_bits") == 8 and kind in (None, "int") and symmetric in (None, True)

@@ -7,6 +7,7 @@ weight_global_scale (NVFP4) or exponents (MXFP4);
 weight int8 [N, K] or float8_e4m3fn [N, K]: plain values.
 Beside them weight_scale, one for all, per row, group or block; weight_zero_point; weight_g_idx; weight_shape.
 w = (value - zero point) * scale
+Where the config rounds inputs to eight-bit integers too, input_scale is theirs, one for all, or each token has its own.
 
 Source: compressed-tensors 0.20, compressors/ and quantization/lifecycle/forward_helpers.py."""
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from graftlm.errors import CheckpointError
+from graftlm.kernels import ops
 from graftlm.quantization.activation_scales import activation_scale_names
 from graftlm.quantization.column_groups import ColumnGroups
 from graftlm.quantization.compressed_schemes import CompressedScheme, read_schemes, scheme_of
@@ -27,12 +29,14 @@ from graftlm.quantization.format import StoredTensors
 from graftlm.quantization.grouped_integers import GroupedIntegers
 from graftlm.quantization.integer_groups import consecutive_groups, read_group_index
 from graftlm.quantization.packed_codes import PackedCodes
+from graftlm.quantization.quantized_inputs import InputQuantizer, StaticInputs, TokenInputs
 from graftlm.quantization.row_weight import RowWeight
 from graftlm.quantization.scale_grid import ScaleGrid
 from graftlm.quantization.scale_tensor import read_scale_grid
 from graftlm.quantization.scaled_e2m1 import ScaledE2M1
 from graftlm.quantization.scaled_float8 import ScaledFloat8
 from graftlm.quantization.stored_module import StoredModule, present_names
+from graftlm.quantization.w8a8_weight import W8A8Weight
 from graftlm.quantization.word_packing import WORD_PACKINGS, WordPacking
 
 ROLES = (
@@ -44,6 +48,8 @@ ROLES = (
     "weight_shape",
     "weight_global_scale",
 )
+INPUT_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INPUT_ZERO_DTYPES = (torch.int8, *INPUT_SCALE_DTYPES)
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -87,12 +93,30 @@ class CompressedTensorsFormat:
         values = module.read("weight", dtypes=[torch.int8, *FLOAT8_DTYPES], shapes=[shape])
         grid = self._grid(module, scheme, shape, parts)
         if values.dtype == torch.int8:
+            inputs = self._input_quantizer(module, scheme, grid)
+            if inputs is not None:
+                return W8A8Weight(codes=values, scale=grid.per_row(grid.scale), inputs=inputs, dtype=dtype)
             # Flipping the sign bit adds 128.
             codes = PackedCodes.pack(values.view(torch.uint8) ^ 128, 8)
             packing = WordPacking(bits=8, padded=False)
             return self._integers(module, codes, packing, grid, scheme, dtype)
         _refuse_zero_point(module)
         return ScaledFloat8(values=values, grid=grid, dtype=dtype)
+
+    def _input_quantizer(
+        self, module: StoredModule, scheme: CompressedScheme, grid: ScaleGrid
+    ) -> InputQuantizer | None:
+        """How a module's inputs are rounded, for eight-bit integers; None where they stay as they are."""
+        if scheme.inputs is None:
+            return None
+        columns = grid.columns
+        grouped = columns.size < columns.columns
+        if grouped or columns.columns > ops.MAX_INTEGER_COLUMNS or _has_zero_points(module):
+            self._disagreements.tell(
+                "input_activations", module.path, config="int8", tensors="weights that are not multiplied as integers"
+            )
+            return None
+        return TokenInputs() if scheme.inputs == "token" else _static_inputs(module)
 
     def _grid(
         self, module: StoredModule, scheme: CompressedScheme, shape: tuple[int, int], parts: Sequence[int]
@@ -195,6 +219,27 @@ class CompressedTensorsFormat:
         else:
             zero = torch.full((rows, num_groups), 1 << (packing.bits - 1), dtype=torch.uint8, device=grid.scale.device)
         return GroupedIntegers(codes=codes, scale=grid.per_row(grid.scale), zero=zero, columns=columns, dtype=dtype)
+
+
+def _has_zero_points(module: StoredModule) -> bool:
+    """Whether any is not zero: some versions save them for symmetric weights too."""
+    return module.has("weight_zero_point") and bool(module.read("weight_zero_point", dtypes=[torch.int8]).any())
+
+
+def _static_inputs(module: StoredModule) -> StaticInputs:
+    scale = module.read("input_scale", dtypes=INPUT_SCALE_DTYPES, shapes=[(1,), ()]).reshape(1)
+    if not 0 < float(scale) < float("inf"):
+        raise CheckpointError(
+            f"tensor {module.name('input_scale')} is no scale", got=float(scale), allowed="a positive number"
+        )
+    role = "input_zero_point"
+    if module.has(role) and bool((zero := module.read(role, dtypes=INPUT_ZERO_DTYPES)).float().any()):
+        raise CheckpointError(
+            f"tensor {module.name(role)} contradicts quantization_config: inputs are symmetric there",
+            got=zero.tolist(),
+            allowed="zeros, or none",
+        )
+    return StaticInputs(scale=scale)
 
 
 def _packed_zero_rows(module: StoredModule) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,16 +15,24 @@ from graftlm.quantization.weight import Weight
 # Elements dequantised at once: 16 MB in float32, so that the copy does not outgrow what quantising saved.
 SLAB_ELEMENTS = 1 << 22
 
+# Inputs [T, in] and a bias [out] or None -> [T, out].
+Product = Callable[[Tensor, Tensor | None], Tensor]
+
 
 def dequantized_matmul(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
     """x @ W.T + bias, as `Weight.matmul`: what every format can do. Differentiable in x.
 
     x: [T, in] -> [T, out].
     """
+    return frozen_matmul(weight, x, bias, partial(_matmul, weight))
+
+
+def frozen_matmul(weight: Weight, x: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    """`product(x, bias)`, a format's own way to x @ W.T + bias, with the gradient that x has with the dequantised W."""
     if torch.is_grad_enabled() and x.requires_grad:
-        out: Tensor = _DequantizedMatmul.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        out: Tensor = _FrozenMatmul.apply(x, weight, bias, product)  # type: ignore[no-untyped-call]
         return out
-    return _matmul(weight, x, bias)
+    return product(x, bias)
 
 
 def _matmul(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -41,7 +50,7 @@ def _slabs(weight: Weight) -> list[tuple[int, int]]:
     return [(start, min(start + step, out_features)) for start in range(0, out_features, step)]
 
 
-class _DequantizedMatmul(torch.autograd.Function):
+class _FrozenMatmul(torch.autograd.Function):
     """Dequantises again in the backward pass, where torch would keep the full-precision matrix until then.
 
     Semantics: d x = g @ W; weight and bias are frozen.
@@ -49,18 +58,18 @@ class _DequantizedMatmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, product: Product) -> Tensor:
         ctx.weight = weight
-        return _matmul(weight, x, bias)
+        return product(x, bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = gradients
         weight: Weight = ctx.weight
         total = gradient.new_zeros(gradient.shape[0], weight.shape[1])
         for start, stop in _slabs(weight):
             total.addmm_(gradient[:, start:stop], weight.part(start, stop).dequantize().to(gradient.dtype))
-        return total, None, None
+        return total, None, None, None
 
 
 def decode_in_slabs(

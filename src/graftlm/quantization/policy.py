@@ -30,9 +30,11 @@ class LoadPolicy:
 
     def quantizer(self, path: str) -> Quantizer | None:
         """What the linear module `path` is quantised with; None where it is not."""
-        if self.quantization is None or any(_names(entry, path) for entry in self.skipped):
-            return None
-        return QUANTIZERS[self.quantization]
+        return None if self.quantization is None or self.skips(path) else QUANTIZERS[self.quantization]
+
+    def skips(self, path: str) -> bool:
+        """Whether `skipped` names the module `path`."""
+        return any(_names(entry, path) for entry in self.skipped)
 
     def check_skipped(self, paths: Collection[str]) -> None:
         """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +50,9 @@ class RoundToNearest:
             dtype=dtype,
         )
 
-    def quantization_config(self, *, lm_head: bool) -> dict[str, Any]:
-        """What config.json says of a model whose layers are stored so. lm_head: whether the head is, too."""
+    def quantization_config(self, *, skipped_modules: Sequence[str]) -> dict[str, Any]:
+        """What config.json says of a model whose layers are stored so. skipped_modules: linear ones that are not, the
+        head among them."""
         return {
             "quant_method": "gptq",
             "checkpoint_format": "gptq",
@@ -57,5 +60,6 @@ class RoundToNearest:
             "group_size": self.group_size,
             "sym": True,
             "desc_act": False,
-            "lm_head": lm_head,
+            "lm_head": False,
+            "dynamic": {f"-:^{re.escape(path)}$": {} for path in skipped_modules},
         }

@@ -58,6 +58,10 @@ class Tokenizer:
         """The same tokenizer with another chat template."""
         return Tokenizer(self._hf, chat_template)
 
+    def save(self, folder: Path) -> None:
+        """Write it as transformers does, chat template included."""
+        self._hf.save_pretrained(folder)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with `add_special_tokens` as the tokenizer's own post-processor does (a BOS, say).
 

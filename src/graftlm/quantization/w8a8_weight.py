@@ -1,0 +1,66 @@
+"""Eight-bit weights that are multiplied with eight-bit inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graftlm.kernels import ops
+from graftlm.quantization.dequantized import frozen_matmul
+from graftlm.quantization.quantized_inputs import InputQuantizer
+from graftlm.quantization.row_weight import RowWeight
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class W8A8Weight(RowWeight):
+    """A `Weight` whose product is one of integers, exact up to a single rounding at the end.
+
+    Semantics: w[n, k] = codes[n, k] * scale[n]; x @ W.T is computed as (input codes @ codes.T) * input scale * scale.
+    Rounding inputs has no slope: the gradient passes through as if x had not been rounded.
+
+    codes: int8 [out, in]. scale: [out, 1], a float dtype.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    inputs: InputQuantizer
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.codes.shape
+        return rows, columns
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes + self.inputs.num_bytes
+
+    @property
+    def format(self) -> str:
+        return f"int8, one scale per row; int8 inputs, {self.inputs.description}"
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return frozen_matmul(self, x, bias, self._product)
+
+    def pick(self, rows: slice | Tensor) -> W8A8Weight:
+        return W8A8Weight(codes=self.codes[rows], scale=self.scale[rows], inputs=self.inputs, dtype=self.dtype)
+
+    def decode(self) -> Tensor:
+        return self.codes.float().mul_(self.scale.float())
+
+    def stored_tensors(self) -> dict[str, Tensor]:
+        """As `StorableWeight`: compressed-tensors' int-quantized."""
+        return {"weight": self.codes, "weight_scale": self.scale, **self.inputs.stored_tensors()}
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        codes, input_scale = self.inputs.quantize(x)
+        out = ops.integer_matmul(codes, self.codes).to(ops.widened(x).dtype)
+        out *= input_scale * self.scale.float().t()
+        if bias is not None:
+            out += bias
+        return out.to(x.dtype)

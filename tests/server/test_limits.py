@@ -63,7 +63,7 @@ def test_a_request_out_of_time_is_504_and_its_stream_ends_with_an_error_event(bu
     error = error_of(whole, 504)
     assert error["code"] == "deadline_exceeded"
     assert "0.05 seconds" in error["message"]
-    stream = busy.complete(**LONG, model="tiny", timeout=0.2, stream=True)
+    stream = busy.complete(**LONG, model="tiny", timeout=1, stream=True)
     assert stream.status_code == 200
     *answers, last = events(stream.text)
     assert answers
@@ -71,6 +71,31 @@ def test_a_request_out_of_time_is_504_and_its_stream_ends_with_an_error_event(bu
     assert "[DONE]" not in stream.text
     chat = busy.chat(model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=8000, timeout=0.05)
     error_of(chat, 504)
+    wait_until(lambda: llm.num_unfinished_requests == 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_that_is_out_of_time_before_its_first_token_is_504_and_no_stream(
+    busy: LiveServer, llm: AsyncLLM, path: str
+) -> None:
+    ahead = open_request(busy, "/v1/completions", {**LONG, "model": "tiny"})
+    wait_until(lambda: llm.num_unfinished_requests == 1)
+    asked = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    reply = busy.http.post(path, json={**asked, "model": "tiny", "stream": True, "timeout": 0.05})
+    assert error_of(reply, 504)["code"] == "deadline_exceeded"
+    assert reply.headers["content-type"] == "application/json"
+    ahead.close()
+    wait_until(lambda: llm.num_unfinished_requests == 0)
+
+
+def test_a_client_that_leaves_before_its_streams_first_token_leaves_nothing(busy: LiveServer, llm: AsyncLLM) -> None:
+    ahead = open_request(busy, "/v1/completions", {**LONG, "model": "tiny"})
+    wait_until(lambda: llm.num_unfinished_requests == 1)
+    behind = open_request(busy, "/v1/completions", {**LONG, "model": "tiny", "stream": True})
+    wait_until(lambda: llm.num_unfinished_requests == 2)
+    behind.close()
+    wait_until(lambda: llm.num_unfinished_requests == 1)
+    ahead.close()
     wait_until(lambda: llm.num_unfinished_requests == 0)
 
 

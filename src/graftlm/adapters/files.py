@@ -114,7 +114,7 @@ def read_adapter_files(source: str | Path, *, max_bytes: int, allow_pickle: bool
     except OSError as cause:
         raise AdapterFilesNotFound("the adapter's files cannot be read", got=str(cause)[:200]) from cause
     config = parse_json_object(config_content, config_path.name, AdapterCorrupt)
-    digest = hashlib.sha256(config_content + b"\0" + content).hexdigest()
+    digest = _digest(config_content, content)
     if weights_path.suffix == ".bin":
         tensors = _parse_pickle(content, weights_path.name, allow_pickle)
     else:
@@ -132,6 +132,14 @@ def _check_tensor_names(tensors: Mapping[str, Tensor], file_name: str) -> None:
                 got=ascii(name[:80]),
                 allowed=f"at most {MAX_TENSOR_NAME_LEN} printable characters",
             )
+
+
+def _digest(config_content: bytes, content: bytes) -> str:
+    # Piece by piece: joining them would copy the weights, and keep every other thread from running meanwhile.
+    digest = hashlib.sha256(config_content)
+    digest.update(b"\0")
+    digest.update(content)
+    return digest.hexdigest()
 
 
 def _shown(source: object) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from graftlm.adapters import Adapter, AdapterWeights
+from graftlm.engine.background_thread import background_thread
 from graftlm.errors import AdapterError, GraftError
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class BackgroundLoader:
         self.read = read
         self._wake = wake
         self._finished: SimpleQueue[FinishedLoad] = SimpleQueue()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-loader")
+        self._thread = background_thread("graft-loader")
 
     def start(self, adapter: Adapter) -> None:
         self._thread.submit(self._run, adapter)

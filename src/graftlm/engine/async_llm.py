@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from graftlm.adapters import Adapter, AdapterChoice, choice_name
 from graftlm.config import EngineConfig
 from graftlm.engine.adapter_loader import BackgroundLoader
+from graftlm.engine.background_thread import background_thread
 from graftlm.engine.completion_rate import CompletionRate
 from graftlm.engine.engine import Engine
 from graftlm.engine.executor import WorkerInfo
@@ -54,9 +54,9 @@ class AsyncLLM:
         )
         # Adapters are read for the first time in a thread of their own: those who wait must not take the threads in
         # which other requests are tokenised.
-        self._checks = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-checks")
+        self._checks = background_thread("graft-checks")
         # So are grammars: compiling one can take seconds.
-        self._compilations = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-grammars")
+        self._compilations = background_thread("graft-grammars")
         self.created = int(time.time())
         self._streams: dict[str, RequestStream] = {}
         self._rate = CompletionRate(time.monotonic())

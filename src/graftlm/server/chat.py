@@ -15,7 +15,7 @@ from graftlm.server.callers import resolve_model
 from graftlm.server.logprobs import chat_logprobs, prompt_logprobs
 from graftlm.server.replies import ChatChoice, ChatChunkChoice, ChatDelta, Envelope, TokenCount
 from graftlm.server.schemas import ChatRequest
-from graftlm.server.streaming import EventStream, collect, merged, submit
+from graftlm.server.streaming import EventStream, begun, collect, submit
 
 
 def chat_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRouter:
@@ -32,11 +32,8 @@ def chat_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRouter:
         streams = await submit(request, llm, [list(prompt_token_ids)], params, adapter=adapter, timeout=timeout)
         if body.stream:
             envelope = Envelope(prefix="chatcmpl", kind="chat.completion.chunk", model=body.model)
-            return EventStream(
-                _chunks(envelope, body, merged(streams), num_choices=params.n),
-                streams,
-                request,
-            )
+            deltas = await begun(request, streams)
+            return EventStream(_chunks(envelope, body, deltas, num_choices=params.n), streams, request)
         envelope = Envelope(prefix="chatcmpl", kind="chat.completion", model=body.model)
         [output] = await collect(request, streams)
         count = TokenCount()

@@ -17,7 +17,7 @@ from graftlm.server.logprobs import completion_logprobs, prompt_logprobs
 from graftlm.server.prompts import Prompt
 from graftlm.server.replies import CompletionChoice, Envelope, TokenCount
 from graftlm.server.schemas import CompletionRequest
-from graftlm.server.streaming import EventStream, collect, given_up_on_error, merged, submit
+from graftlm.server.streaming import EventStream, begun, collect, given_up_on_error, submit
 
 
 def completion_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRouter:
@@ -41,7 +41,8 @@ def completion_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRou
         writers = [ChoiceWriter(body, first_index=number * params.n, echo=echo) for number, echo in enumerate(echoes)]
         envelope = Envelope(prefix="cmpl", kind="text_completion", model=body.model)
         if body.stream:
-            return EventStream(_chunks(envelope, body, writers, merged(streams)), streams, request)
+            deltas = await begun(request, streams)
+            return EventStream(_chunks(envelope, body, writers, deltas), streams, request)
         outputs = await collect(request, streams)
         count = TokenCount()
         choices: list[CompletionChoice] = []

@@ -16,6 +16,9 @@ from graftlm.errors import ConfigurationError
 
 # What is left of the time to drain, and this much more, is for clients to take what they have been answered.
 _MARGIN_SECONDS = 5
+# How long a connection may lie idle. Clients forget theirs after 5 seconds (httpx, and with it openai), proxies mostly
+# after 60: whoever waits less than the other side sends a request into a connection that is being closed.
+_KEEP_ALIVE_SECONDS = 75
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -71,6 +74,7 @@ class HTTPServer(uvicorn.Server):
                 lifespan="off",
                 log_level="warning",
                 access_log=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             )
         )
         self._llm = llm

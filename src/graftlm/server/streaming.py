@@ -131,6 +131,43 @@ async def merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, 
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
+async def begun(request: Request, streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    """Wait for the first delta; then `merged` with nothing missing. What fails until then can still be told by the
+    status of the reply.
+
+    Raises:
+        ClientGone: the client went away first; the work is stopped.
+        EngineClosed, StepFailed, DeadlineExceeded, AdapterError: nothing comes; the work is stopped.
+    """
+    deltas = merged(streams)
+    first = asyncio.ensure_future(anext(deltas))
+    leaving = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait((first, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            raise ClientGone
+        delta = await first
+    except BaseException:
+        abort(streams)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await deltas.aclose()
+        raise
+    finally:
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+    return _resumed(delta, deltas)
+
+
+async def _resumed(
+    delta: tuple[int, RequestOutput], rest: AsyncGenerator[tuple[int, RequestOutput]]
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    async with aclosing(rest):
+        yield delta
+        async for later in rest:
+            yield later
+
+
 def check_not_aborted(output: RequestOutput) -> None:
     """Raises EngineClosed: part of an answer must not pass for the answer."""
     if any(answer.finish_reason == "abort" for answer in output.outputs):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 
@@ -79,6 +80,15 @@ class GraftProcess:
     def wait(self) -> int:
         """The exit code."""
         return self._process.wait(DEADLINE_SECONDS)
+
+    def kill(self) -> None:
+        """End it as a crash does: it hears nothing of it."""
+        self._process.kill()
+        self._process.wait()
+
+    def has_open(self, path: Path) -> bool:
+        """Whether it has this file open now."""
+        return any(file.path == str(path) for file in psutil.Process(self._process.pid).open_files())
 
     def descendants(self) -> list[psutil.Process]:
         """All processes it has started, and theirs."""

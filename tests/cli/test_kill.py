@@ -1,0 +1,113 @@
+"""A server that is killed in the middle of something: the next one serves at once, and reads nothing that is half there."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from graftlm import LLM, SamplingParams
+from tests.cli.graft_process import GraftProcess, graft_process
+from tests.cli.test_serve import LONG
+from tests.tiny import make_adapter, make_llama
+
+ATTEMPTS = 20
+ASKED: dict[str, Any] = {"prompt": "x", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+
+
+def wait_for_url(graft: GraftProcess) -> str:
+    graft.read_until("/v1\n")
+    return graft.output.split()[-1].removesuffix("/v1")
+
+
+def answer(http: httpx.Client, model: str) -> list[float]:
+    """The log-probabilities of what it says."""
+    reply = http.post("/v1/completions", json={**ASKED, "model": model})
+    assert reply.status_code == 200, reply.text
+    logprobs: list[float] = reply.json()["choices"][0]["logprobs"]["token_logprobs"]
+    return logprobs
+
+
+def kill_while_it_loads(graft: GraftProcess, http: httpx.Client, weights: Path) -> None:
+    """Load and unload until it is seen to have the file open, and kill it then."""
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(ATTEMPTS):
+            body = {"lora_name": "large", "lora_path": weights.parent.name}
+            load = pool.submit(http.post, "/v1/load_lora_adapter", json=body)
+            while not load.done():
+                if graft.has_open(weights):
+                    graft.kill()
+                    assert isinstance(load.exception(), httpx.TransportError)
+                    return
+            assert load.result().status_code == 200
+            assert http.post("/v1/unload_lora_adapter", json={"lora_name": "large"}).status_code == 200
+    pytest.fail("the file was never seen to be open")
+
+
+def test_after_a_kill_during_a_stream_and_a_load_the_next_server_answers_alike(tmp_path: Path) -> None:
+    base = make_llama(tmp_path / "base", max_position_embeddings=16384, intermediate_size=1024, num_hidden_layers=4)
+    make_adapter(base, tmp_path / "roots" / "red")
+    large = make_adapter(base, tmp_path / "roots" / "large", r=512, target_modules=["gate_proj", "up_proj", "down_proj"])
+    arguments = [
+        "serve", str(base), "--name", "tiny", "--adapter", f"red={tmp_path / 'roots' / 'red'}", "--port", "0",
+        "--kv-cache-bytes", "16MiB", "--enable-adapter-loading", "--adapter-root", str(tmp_path / "roots"),
+    ]  # fmt: skip
+    with graft_process(*arguments) as graft, httpx.Client(base_url=wait_for_url(graft), timeout=60) as http:
+        before = answer(http, "red")
+        with http.stream("POST", "/v1/completions", json=LONG) as reply:
+            lines = reply.iter_lines()
+            assert next(lines).startswith("data: {")
+            kill_while_it_loads(graft, http, large / "adapter_model.safetensors")
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+    with graft_process(*arguments) as graft, httpx.Client(base_url=wait_for_url(graft), timeout=60) as http:
+        assert answer(http, "red") == before
+        body = {"lora_name": "large", "lora_path": "large"}
+        assert http.post("/v1/load_lora_adapter", json=body).status_code == 200
+        assert answer(http, "large") not in (before, answer(http, "tiny"))
+
+
+def partial_files(cache: Path) -> list[Path]:
+    """Of weights, not of what is noted beside them."""
+    return [path for path in cache.glob("*.partial") if path.is_file()]
+
+
+def kill_while_it_writes(arguments: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Start servers with empty caches until one was killed with its entry half written; its cache."""
+    for attempt in range(ATTEMPTS):
+        monkeypatch.setenv("GRAFT_CACHE", str(folder := cache / str(attempt)))
+        with graft_process(*arguments) as graft:
+            for _ in itertools.count():
+                with suppress(FileNotFoundError):
+                    if partial_files(folder) or list(folder.glob("*.safetensors")):
+                        break
+            graft.kill()
+        if partial_files(folder):
+            assert not list(folder.glob("*.safetensors"))
+            return folder
+    pytest.fail("the file was never seen half written")
+
+
+def test_after_a_kill_while_the_quantised_cache_is_written_nothing_of_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_llama(tmp_path / "base", hidden_size=512, intermediate_size=4096, num_hidden_layers=4)
+    with_no_cache = LLM(base, quantization="nf4", quantization_cache=False, kv_cache_bytes=8 << 20)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0)
+    [expected] = with_no_cache.generate(["x"], params)
+    logprobs = expected.outputs[0].logprobs or ()
+    assert len(logprobs) == 8
+    with_no_cache.shutdown()
+    arguments = ["serve", str(base), "--name", "tiny", "--quantization", "nf4", "--port", "0", "--kv-cache-bytes", "8MiB"]
+    cache = kill_while_it_writes(arguments, tmp_path / "cache", monkeypatch)
+    left = {path: path.read_bytes() for path in partial_files(cache)}
+    with graft_process(*arguments) as graft, httpx.Client(base_url=wait_for_url(graft), timeout=60) as http:
+        assert answer(http, "tiny") == pytest.approx([token.logprob for token in logprobs], abs=1e-4)
+    assert len(list(cache.glob("*.safetensors"))) == 1
+    # Whose writer may still live it is not for others to remove; what is a day old is.
+    assert {path: path.read_bytes() for path in partial_files(cache)} == left

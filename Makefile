@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test ci fmt lint types docs bench clean
+.PHONY: demo test soak ci fmt lint types docs bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/graft demo
@@ -12,7 +12,11 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
-ci: lint types docs demo test
+# About two minutes: what every adapter says alone, then a minute of traffic. `benchmarks/soak.py` alone takes ten.
+soak: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.soak --seconds 60 --adapters 128 --resident 16
+
+ci: lint types docs demo test soak
 
 fmt: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

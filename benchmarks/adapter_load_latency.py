@@ -1,9 +1,9 @@
 """What do running streams notice of an adapter that is being read?
 
-Eight streams over SmolLM2-135M and three small adapters generate without a pause. Meanwhile one of two adapters of 100 MB
-each is asked for; memory holds one of them, so each time the other has to be read from disk, checked and compiled. The
-time between two tokens of the streams while that goes on is compared with the time between two tokens just before, and
-the median of these ratios is shown, beside what the cold request itself waited.
+Eight streams over SmolLM2-135M and three small adapters generate without a pause. Meanwhile one of two adapters of
+100 MB each is asked for; memory holds one of them, so each time the other has to be read from disk, checked and
+compiled. The time between two tokens of the streams while that goes on is compared with that just before, and the median
+of these ratios is shown, beside what the cold request itself waited.
 
     python benchmarks/adapter_load_latency.py [--repeats 15] [--streams 8]
 
@@ -56,7 +56,8 @@ def write_adapters(folder: Path) -> dict[str, Path]:
         path, generator = folder / name, torch.Generator().manual_seed(seed)
         path.mkdir()
         tensors = {
-            key: 0.01 * torch.randn([rank if size == SMALL_RANK else size for size in tensor.shape], generator=generator)
+            key: 0.01
+            * torch.randn([rank if size == SMALL_RANK else size for size in tensor.shape], generator=generator)
             for key, tensor in shapes.items()
         }
         save_file(tensors, path / "adapter_model.safetensors")
@@ -64,7 +65,13 @@ def write_adapters(folder: Path) -> dict[str, Path]:
         return path
 
     cold_rank = round(SMALL_RANK * COLD_BYTES / small_bytes)
-    ranks = {"small-0": SMALL_RANK, "small-1": SMALL_RANK, "small-2": SMALL_RANK, "cold-0": cold_rank, "cold-1": cold_rank}
+    ranks = {
+        "small-0": SMALL_RANK,
+        "small-1": SMALL_RANK,
+        "small-2": SMALL_RANK,
+        "cold-0": cold_rank,
+        "cold-1": cold_rank,
+    }
     return {name: write(name, rank, seed) for seed, (name, rank) in enumerate(ranks.items())}
 
 
@@ -125,7 +132,10 @@ async def measure(llm: AsyncLLM, num_streams: int, repeats: int) -> list[Load]:
         quiet, loading = streams.gaps(quiet_from + 1e-9, asked), streams.gaps(asked, answered)
         loads.append(
             Load(
-                quiet=statistics.mean(quiet), loading=statistics.mean(loading), longest=max(loading), wait=answered - asked
+                quiet=statistics.mean(quiet),
+                loading=statistics.mean(loading),
+                longest=max(loading),
+                wait=answered - asked,
             )
         )
         # What reading has left behind is not part of the next quiet time.
@@ -153,8 +163,12 @@ def main() -> int:
         loads = asyncio.run(compare(write_adapters(Path(folder)), options.streams, options.repeats))
     rise = statistics.median(load.loading / load.quiet for load in loads) - 1
     for name in ("quiet", "loading", "longest", "wait"):
-        print(f"{name}: {1000 * statistics.median(getattr(load, name) for load in loads):.0f} ms (median of {len(loads)})")
-    print(f"between two tokens while an adapter loads: {100 * rise:+.1f} % (median; allowed: below +{100 * ALLOWED_RISE:.0f} %)")
+        print(
+            f"{name}: {1000 * statistics.median(getattr(load, name) for load in loads):.0f} ms (median of {len(loads)})"
+        )
+    print(
+        f"between two tokens while an adapter loads: {100 * rise:+.1f} % (allowed: below +{100 * ALLOWED_RISE:.0f} %)"
+    )
     return 0 if rise < ALLOWED_RISE else 1
 
 

@@ -6,14 +6,14 @@ the middle, drop connections at any moment, set deadlines, read slowly, send wha
 are not there. Every fourth adapter is loaded over HTTP and meanwhile unloaded (by force, too), loaded again, pointed to
 other weights and back; the others lie in the adapter folder, and are forgotten and read again.
 
-Every answer is compared with what its adapter's weights say alone: one request at a time, without a prefix cache. While a
-name is being pointed elsewhere, both of its weights are right. Greedy and seeded sampling, completions and chats.
+Every answer is compared with what its adapter's weights say alone: one request at a time, without a prefix cache. While
+a name is being pointed elsewhere, both of its weights are right. Greedy and seeded sampling, completions and chats.
 
     python -m benchmarks.soak [--seconds 600] [--clients 64] [--adapters 256] [--resident 32]
 
-Exits with 1 unless there are no wrong answers, none that were lost, memory after the warm-up grows by less than 1 MB a
-minute, and of the adapters in the coldest tenth 99 of 100 requests wait at most 5 times as long for their first token as
-the median of all requests.
+Exits with 1 unless there are no wrong answers, none that were lost, memory after the warm-up grows by less than 1 MB
+a minute, and of the adapters in the coldest tenth 99 of 100 requests wait at most 5 times as long for their first token
+as the median of all requests.
 """
 
 from __future__ import annotations
@@ -416,9 +416,7 @@ class Soak:
         async with name.lock:
             if not name.is_loadable:
                 await self.unload(name)
-            elif ABSENT in name.possible:
-                await self.load(name, self.random.choice(name.versions))
-            elif self.random.random() < 0.5:
+            elif ABSENT in name.possible or self.random.random() < 0.5:
                 await self.load(name, self.random.choice(name.versions))
             else:
                 await self.unload(name)

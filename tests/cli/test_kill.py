@@ -1,4 +1,4 @@
-"""A server that is killed in the middle of something: the next one serves at once, and reads nothing that is half there."""
+"""A server that is killed in the middle of something: the next one serves at once and reads nothing half written."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def kill_while_it_loads(graft: GraftProcess, http: httpx.Client, weights: Path) 
 def test_after_a_kill_during_a_stream_and_a_load_the_next_server_answers_alike(tmp_path: Path) -> None:
     base = make_llama(tmp_path / "base", max_position_embeddings=16384, intermediate_size=1024, num_hidden_layers=4)
     make_adapter(base, tmp_path / "roots" / "red")
-    large = make_adapter(base, tmp_path / "roots" / "large", r=512, target_modules=["gate_proj", "up_proj", "down_proj"])
+    large = make_adapter(
+        base, tmp_path / "roots" / "large", r=512, target_modules=["gate_proj", "up_proj", "down_proj"]
+    )
     arguments = [
         "serve", str(base), "--name", "tiny", "--adapter", f"red={tmp_path / 'roots' / 'red'}", "--port", "0",
         "--kv-cache-bytes", "16MiB", "--enable-adapter-loading", "--adapter-root", str(tmp_path / "roots"),
@@ -103,7 +105,18 @@ def test_after_a_kill_while_the_quantised_cache_is_written_nothing_of_it_is_read
     logprobs = expected.outputs[0].logprobs or ()
     assert len(logprobs) == 8
     with_no_cache.shutdown()
-    arguments = ["serve", str(base), "--name", "tiny", "--quantization", "nf4", "--port", "0", "--kv-cache-bytes", "8MiB"]
+    arguments = [
+        "serve",
+        str(base),
+        "--name",
+        "tiny",
+        "--quantization",
+        "nf4",
+        "--port",
+        "0",
+        "--kv-cache-bytes",
+        "8MiB",
+    ]
     cache = kill_while_it_writes(arguments, tmp_path / "cache", monkeypatch)
     left = {path: path.read_bytes() for path in partial_files(cache)}
     with graft_process(*arguments) as graft, httpx.Client(base_url=wait_for_url(graft), timeout=60) as http:

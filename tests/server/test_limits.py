@@ -74,13 +74,18 @@ def test_a_request_out_of_time_is_504_and_its_stream_ends_with_an_error_event(bu
     wait_until(lambda: llm.num_unfinished_requests == 0)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
 def test_a_stream_that_is_out_of_time_before_its_first_token_is_504_and_no_stream(
-    busy: LiveServer, llm: AsyncLLM, path: str
+    busy: LiveServer, llm: AsyncLLM, path: str, asked: dict[str, Any]
 ) -> None:
     ahead = open_request(busy, "/v1/completions", {**LONG, "model": "tiny"})
     wait_until(lambda: llm.num_unfinished_requests == 1)
-    asked = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
     reply = busy.http.post(path, json={**asked, "model": "tiny", "stream": True, "timeout": 0.05})
     assert error_of(reply, 504)["code"] == "deadline_exceeded"
     assert reply.headers["content-type"] == "application/json"

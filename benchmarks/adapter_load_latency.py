@@ -2,8 +2,8 @@
 
 Eight streams over SmolLM2-135M and three small adapters generate without a pause. Meanwhile one of two adapters of
 100 MB each is asked for; memory holds one of them, so each time the other has to be read from disk, checked and
-compiled. The time between two tokens of the streams while that goes on is compared with that just before, and the median
-of these ratios is shown, beside what the cold request itself waited.
+compiled. The time between two tokens of the streams while that goes on is compared with that just before, and the
+median of these ratios is shown, beside what the cold request itself waited.
 
     python benchmarks/adapter_load_latency.py [--repeats 15] [--streams 8]
 

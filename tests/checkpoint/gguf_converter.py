@@ -90,8 +90,10 @@ def convert(family: Family, folder: Path, path: Path, kind: gguf.GGMLQuantizatio
     for name, tensor in sorted(load_file(folder / "model.safetensors").items()):
         array = np.ascontiguousarray(family.transform(name, tensor.numpy(), config))
         if ".experts." in name:
-            prefix, _, rest = name.partition(".experts.")
-            merged = f"{prefix.replace('model.', '').replace('block_sparse_moe', 'feed_forward')}.experts.{rest[2:]}"
+            # The names of one tensor for all are listed as these.
+            prefix, _, rest = name.replace("model.layers", "layers").partition(".experts.")
+            merged = f"{prefix.replace('block_sparse_moe', 'feed_forward')}.experts.{rest[2:]}"
+            merged = merged.replace("layers", "model.layers") if ".mlp." in merged else merged
             experts.setdefault(merged, []).append(array)
             continue
         # BLOOM's names are listed without the prefix.
@@ -141,6 +143,15 @@ def llama_metadata(config: PretrainedConfig, writer: gguf.GGUFWriter) -> None:
     if config.model_type == "mixtral":
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+
+
+def qwen_moe_metadata(config: PretrainedConfig, writer: gguf.GGUFWriter) -> None:
+    generic_metadata(config, writer)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
 def gemma_metadata(config: PretrainedConfig, writer: gguf.GGUFWriter) -> None:
@@ -321,6 +332,33 @@ FAMILIES = {
         model_type="qwen3",
         config={**LLAMA_SIZES, "head_dim": 128, "rope_parameters": rope(1e6)},
         metadata=generic_metadata,
+    ),
+    "qwen2moe": Family(
+        arch=Arch.QWEN2MOE,
+        model_type="qwen2_moe",
+        config={
+            **LLAMA_SIZES,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 96,
+            "rope_parameters": rope(1e6),
+        },
+        metadata=qwen_moe_metadata,
+    ),
+    "qwen3moe": Family(
+        arch=Arch.QWEN3MOE,
+        model_type="qwen3_moe",
+        config={
+            **LLAMA_SIZES,
+            "head_dim": 32,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "rope_parameters": rope(1e6),
+        },
+        metadata=qwen_moe_metadata,
     ),
     "gemma": Family(
         arch=Arch.GEMMA,

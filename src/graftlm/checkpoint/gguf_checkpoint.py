@@ -65,11 +65,15 @@ class GGUFCheckpoint:
         shape = self._file.shape(source.name)
         if source.expert is not None:
             shape = shape[1:]
+        if self._is_vector(source, shape):
+            shape = (1, *shape)
         return shape[::-1] if self._is_transposed(source) else shape
 
     def read(self, name: str) -> Tensor:
         source = self._sources[name]
         tensor = self._in_order(self._file.read(source.name, source.expert), source)
+        if self._is_vector(source, tuple(tensor.shape)):
+            tensor = tensor.unsqueeze(0)
         if source.module.endswith("norm") and source.kind == "weight":
             tensor = tensor - self._translation.norm_offset
         return tensor.T.contiguous() if self._is_transposed(source) else tensor
@@ -83,6 +87,10 @@ class GGUFCheckpoint:
 
     def close(self) -> None:
         self._file.close()
+
+    def _is_vector(self, source: _Source, shape: tuple[int, ...]) -> bool:
+        """Whether the file has a vector where transformers has a matrix of one row."""
+        return source.kind == "weight" and source.module in self._translation.single_rows and len(shape) == 1
 
     def _is_transposed(self, source: _Source) -> bool:
         return source.kind == "weight" and source.module in self._translation.transposed

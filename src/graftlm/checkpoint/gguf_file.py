@@ -90,6 +90,10 @@ class GGUFFile:
         """Slowest dimension first: [out, in] for a matrix."""
         return self._tensors[name].shape
 
+    def rows(self, name: str) -> int | None:
+        """Rows of a matrix, or of each in a stack of them; None where there is none."""
+        return self.shape(name)[-2] if name in self._tensors and len(self.shape(name)) > 1 else None
+
     def block_type(self, name: str) -> str | None:
         """ggml's name of a tensor's quantised type; None where it is stored as plain numbers."""
         kind = self._tensors[name].type

@@ -16,7 +16,12 @@ from graftlm.checkpoint.gguf_architectures.gpt2 import translate_gpt2, translate
 from graftlm.checkpoint.gguf_architectures.llama import translate_llama
 from graftlm.checkpoint.gguf_architectures.olmo2 import translate_olmo2
 from graftlm.checkpoint.gguf_architectures.phi3 import translate_phi3
-from graftlm.checkpoint.gguf_architectures.qwen import translate_qwen2, translate_qwen3
+from graftlm.checkpoint.gguf_architectures.qwen import (
+    translate_qwen2,
+    translate_qwen2moe,
+    translate_qwen3,
+    translate_qwen3moe,
+)
 from graftlm.checkpoint.gguf_architectures.translation import Translation
 from graftlm.checkpoint.gguf_file import GGUFFile
 
@@ -32,6 +37,8 @@ ARCHITECTURES: dict[str, Callable[[GGUFFile], Translation]] = {
     "olmo2": translate_olmo2,
     "phi3": translate_phi3,
     "qwen2": translate_qwen2,
+    "qwen2moe": translate_qwen2moe,
     "qwen3": translate_qwen3,
+    "qwen3moe": translate_qwen3moe,
     "starcoder": translate_starcoder,
 }

@@ -24,6 +24,7 @@ class Translation:
             index into a tensor that holds all experts.
         row_orders: layer modules whose rows llama.cpp's converter moved.
         transposed: layer modules whose weights transformers stores as [in, out].
+        single_rows: layer modules with one row, which some converters write as a vector.
         norm_offset: what the converter added to the weight of every norm.
         in_config: tensors that are part of the config here, not weights.
     """
@@ -34,5 +35,6 @@ class Translation:
     layer_modules: Mapping[str, str]
     row_orders: Mapping[str, RowOrder] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()
+    single_rows: frozenset[str] = frozenset()
     norm_offset: float = 0.0
     in_config: frozenset[str] = frozenset()

@@ -10,7 +10,7 @@ With --quantization a second process loads the same checkpoint again, from the c
 decoder layer in full precision is allowed on top, and the bytes that a quantised weight takes are shown.
 
     python benchmarks/load.py [--shapes llama gpt2 …] [--dtype bfloat16|float32] [--layers 4]
-                              [--quantization nf4 nf4-double int8]
+                              [--quantization nf4 nf4-double fp4 fp4-double int8]
 """
 
 from __future__ import annotations
@@ -46,7 +46,13 @@ MIB = 1 << 20
 KV_CACHE_BYTES = 16 * MIB
 LAYER_0 = re.compile(r"\.(layers|h)\.0\.")
 # Bytes per quantised weight, scales and all.
-ALLOWED_BYTES: dict[Quantization, float] = {"nf4": 0.57, "nf4-double": 0.53, "int8": 1.01}
+ALLOWED_BYTES: dict[Quantization, float] = {
+    "nf4": 0.57,
+    "nf4-double": 0.53,
+    "fp4": 0.57,
+    "fp4-double": 0.53,
+    "int8": 1.01,
+}
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     # TinyLlama's sizes.
     "llama": lambda: transformers.LlamaConfig(

@@ -112,7 +112,7 @@ class CheckpointWeights:
             return DenseWeight(self.embedding())
         site = self.sites.matrices[path]
         name, _, index = path.rpartition(".")
-        if name in self.sites.expert_stacks:
+        if name in self.sites.expert_stacks and not self._stored.is_quantized(path):
             matrix = self._read(name)[int(index)]
             return DenseWeight(matrix.t() if site.transposed else matrix)
         module = ModuleLayout(path=path, rows=site.out_features, transposed=site.transposed)

@@ -132,9 +132,10 @@ def _builder(
 
 def _check(tensors: NamedTensors, stored: StoredWeights, spec: ModelSpec, names: NameMap) -> None:
     layout = lay_out(spec, names)
-    paths = [names.embedding, *(module.path for module in layout.linear_modules())]
-    quantized = [path for path in paths if stored.is_quantized(path)]
-    matrices = {f"{path}.weight" for path in quantized}
+    modules = {module.path: module.tensor("weight") for module in layout.linear_modules()}
+    modules[names.embedding] = f"{names.embedding}.weight"
+    quantized = [path for path in modules if stored.is_quantized(path)]
+    matrices = {modules[path] for path in quantized}
     shapes = expected_shapes(layout, tied_head=spec.head.tied)
     check_tensors(
         tensors,

@@ -67,8 +67,8 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> ModelReport:
     modules = [(ModuleLayout(path=names.embedding, rows=rows), columns)]
     for linear in (*layout.linears(), *(() if tied_head else (layout.head,))):
         modules += [(module, linear.in_features) for module in linear.modules]
-    matrices = tuple(_describe(tensors, stored, *module) for module in modules)
-    paths = {f"{module.path}.{part}" for module, _ in modules for part in tensors.parts(module.path) - {"bias"}}
+    matrices = tuple(_describe(stored, *module) for module in modules)
+    read = frozenset().union(*(_stored_names(tensors, stored, module) for module, _ in modules))
     copied = {f"{names.head}.{part}" for part in tensors.parts(names.head)} if tied_head else set()
     quantization = checkpoint.quantization_config
     return ModelReport(
@@ -76,16 +76,25 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> ModelReport:
         dtype=checkpoint.dtype,
         quant_method=None if quantization is None else str(quantization.get("quant_method")),
         matrices=matrices,
-        other_bytes=sum(tensors.read(name).nbytes for name in tensors.names() - paths - copied),
+        other_bytes=sum(
+            tensors.read(name).nbytes for name in tensors.names() - copied if tensors.stored_name(name) not in read
+        ),
         tied_head=tied_head,
     )
 
 
-def _describe(tensors: NamedTensors, stored: StoredWeights, module: ModuleLayout, columns: int) -> StoredMatrix:
+def _stored_names(tensors: NamedTensors, stored: StoredWeights, module: ModuleLayout) -> frozenset[str]:
+    """The tensors in the file that make up a matrix, alone or with others."""
+    if stored.is_quantized(module.path):
+        return stored.tensor_names(module.path)
+    return frozenset({tensors.stored_name(module.tensor("weight"))})
+
+
+def _describe(stored: StoredWeights, module: ModuleLayout, columns: int) -> StoredMatrix:
     shape = (module.rows, columns)
     weight: Weight
     if stored.is_quantized(module.path):
         weight = stored.quantized(module, columns, dtype=torch.float32, device=torch.device("cpu"))
     else:
-        weight = DenseWeight(tensors.read(f"{module.path}.weight"))
+        weight = DenseWeight(stored.full(module, columns, dtype=torch.float32, device=torch.device("cpu")))
     return StoredMatrix(path=module.path, shape=shape, format=weight.format, num_bytes=weight.num_bytes)

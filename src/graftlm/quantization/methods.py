@@ -13,6 +13,7 @@ from graftlm.quantization.format import FormatReader, WeightFormat
 from graftlm.quantization.fp8 import FP8Format
 from graftlm.quantization.gguf import read_gguf_format
 from graftlm.quantization.gptq import GPTQFormat
+from graftlm.quantization.mxfp4 import MXFP4Format
 
 QUANTIZATION_METHODS: dict[str, FormatReader] = {
     "awq": AWQFormat,
@@ -22,6 +23,7 @@ QUANTIZATION_METHODS: dict[str, FormatReader] = {
     "fp8": FP8Format,
     "gguf": read_gguf_format,
     "gptq": GPTQFormat,
+    "mxfp4": MXFP4Format,
 }
 
 

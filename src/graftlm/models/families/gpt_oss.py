@@ -1,6 +1,6 @@
 """GPT-OSS: attention with sinks and, in every second layer, a window; experts with biases and a clamped activation.
 
-The experts are stacked on disk, as [in, out]. Checkpoints in MXFP4 are another format; these are the plain ones.
+The experts are stacked on disk, as [in, out], or in MXFP4 (`quantization.mxfp4`).
 """
 
 from __future__ import annotations

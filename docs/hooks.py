@@ -118,6 +118,8 @@ def _leaves(group: TyperGroup) -> Iterator[tuple[str, Any]]:
 
 
 def _command(name: str, command: Any) -> str:
+    if isinstance(command, TyperGroup):
+        return "\n\n".join(_command(f"{name} {own}", each) for own, each in command.commands.items())
     rows = ["| option | meaning | default |", "| --- | --- | --- |"]
     for parameter in command.params:
         is_option = parameter.param_type_name == "option"

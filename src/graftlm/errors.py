@@ -129,6 +129,15 @@ class PublishFailed(GraftError, RuntimeError):
     """A server did not load what was trained; the adapter is on disk all the same."""
 
 
+class RemoteError(GraftError, RuntimeError):
+    """A server that was asked over HTTP refused, failed or cannot be reached. `code` is that of its error, if it sent
+    one."""
+
+    def __init__(self, what: str, *, code: str | None = None, got: object = None, do: str | None = None) -> None:
+        super().__init__(what, got=got, do=do)
+        self.code = code
+
+
 class EngineClosed(GraftError, RuntimeError):
     """The engine was shut down."""
 

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +70,14 @@ class GraftProcess:
         piece = os.read(self._stdout.fileno(), 65536)
         assert piece, f"{self.output}\n{self.errors()}"
         self._printed += piece
+
+    def wait_for_line_in(self, path: Path) -> None:
+        """Wait until the command has written a line to a file."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not (path.exists() and b"\n" in path.read_bytes()):
+            assert self._process.poll() is None, self.errors()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
     def type(self, line: str) -> None:
         self._stdin.write(f"{line}\n".encode())

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Annotated, Any
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from graftlm.cli.engine_options import ModelArgument, engine_options, sampling_options
+from graftlm.cli.api_client import ApiClient, ApiKeyOption, is_url
+from graftlm.cli.engine_options import check_no_engine_options, engine_options, given_sampling, sampling_options
+from graftlm.cli.options import field_help
+from graftlm.cli.speakers import LocalSpeaker, RemoteSpeaker, Speaker
+from graftlm.config import EngineConfig
 from graftlm.errors import EngineClosed, GraftError
-
-if TYPE_CHECKING:
-    from graftlm import AsyncLLM, SamplingParams
 
 HELP = """\
 /adapter NAME   answer with this adapter; the base model's name for none; without NAME: list them
@@ -20,36 +26,79 @@ HELP = """\
 /reset          forget the conversation
 /help           this list
 /exit           leave, as does Ctrl-D; Ctrl-C stops an answer"""
+_MAX_HISTORY_LINES = 1000
 
 
 @sampling_options(max_tokens=None)
 @engine_options
 def chat(
-    model: ModelArgument,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|URL", help=f"{field_help(EngineConfig)['model']} Or a server's URL.")
+    ],
     *,
     system: Annotated[str, typer.Option(help="The system message.")] = "",
+    use: Annotated[str, typer.Option(help="The adapter that answers first; the base without it.")] = "",
+    api_key: ApiKeyOption = None,
     engine: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
-    """Talk to a model and its adapters.
+    """Talk to a model and its adapters, in this process or on a server.
 
     /help lists what can be done besides talking.
     """
-    from graftlm import AsyncLLM, SamplingParams
+    asked = given_sampling(sampling)
+    with asyncio.Runner() as runner, _line_history():
+        speaker: Speaker
+        if is_url(model):
+            check_no_engine_options(engine, why="the server has its own")
+            speaker = runner.run(_connect(model, api_key, asked))
+        else:
+            from graftlm import AsyncLLM, SamplingParams
 
-    params = SamplingParams(**sampling)
-    llm = AsyncLLM(model, **engine)
-    # Gives `input` history and line editing where the platform has it.
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401
-    conversation = Conversation(llm, params, system=system)
-    typer.echo("/help lists the commands.")
-    with asyncio.Runner() as runner:
+            speaker = LocalSpeaker(AsyncLLM(model, **engine), SamplingParams(**sampling))
         try:
+            conversation = Conversation(speaker, system=system)
+            if use:
+                runner.run(conversation.choose(use))
+            typer.echo("/help lists the commands.")
             while _turn(runner, conversation):
                 pass
         finally:
-            runner.run(llm.shutdown())
+            runner.run(speaker.close())
+
+
+async def _connect(url: str, api_key: str | None, sampling: dict[str, Any]) -> RemoteSpeaker:
+    client = ApiClient.of_url(url, api_key)
+    try:
+        return await RemoteSpeaker.connect(client, sampling)
+    except BaseException:
+        await client.aclose()
+        raise
+
+
+@contextmanager
+def _line_history() -> Iterator[None]:
+    """Line editing and a history of what was typed, kept for the next conversation, where the platform has it."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    if not sys.stdin.isatty():
+        yield
+        return
+    file = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "graft" / "chat_history"
+    with contextlib.suppress(OSError):
+        readline.read_history_file(file)
+    try:
+        yield
+    finally:
+        readline.set_history_length(_MAX_HISTORY_LINES)
+        with contextlib.suppress(OSError):
+            # What people say to a model is nobody else's to read.
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file.touch(mode=0o600)
+            readline.write_history_file(file)
 
 
 def _turn(runner: asyncio.Runner, conversation: Conversation) -> bool:
@@ -66,7 +115,7 @@ def _turn(runner: asyncio.Runner, conversation: Conversation) -> bool:
         return False
     try:
         if line.startswith("/"):
-            typer.echo(conversation.command(line))
+            typer.echo(runner.run(conversation.command(line)))
         elif line:
             # The runner turns Ctrl-C into a cancelled answer.
             runner.run(conversation.answer(line))
@@ -82,18 +131,21 @@ def _turn(runner: asyncio.Runner, conversation: Conversation) -> bool:
 class Conversation:
     """What has been said, and who answers next."""
 
-    def __init__(self, llm: AsyncLLM, params: SamplingParams, *, system: str) -> None:
-        self._llm = llm
-        self._params = params
+    def __init__(self, speaker: Speaker, *, system: str) -> None:
+        self._speaker = speaker
         self._system = system
-        self._adapter: str | None = None
         self._messages: list[dict[str, str]] = []
+        self.model = speaker.base
 
-    @property
-    def model(self) -> str:
-        return self._adapter or self._llm.model_name
+    async def choose(self, name: str) -> None:
+        """Let this model answer from now on.
 
-    def command(self, line: str) -> str:
+        Raises:
+            ModelNotFound
+        """
+        self.model = await self._speaker.resolve(name)
+
+    async def command(self, line: str) -> str:
         """Do what a line that begins with a slash says; the reply to show.
 
         Raises:
@@ -103,10 +155,10 @@ class Conversation:
         rest = rest.strip()
         match word:
             case "/adapter" if rest:
-                self._adapter = self._llm.resolve_model(rest)
+                await self.choose(rest)
                 return f"{self.model} answers."
             case "/adapter":
-                return "\n".join([self._llm.model_name, *self._llm.adapters])
+                return "\n".join(await self._speaker.names())
             case "/system":
                 self._system = rest
                 return "The system message is set." if rest else "There is no system message."
@@ -123,20 +175,17 @@ class Conversation:
         answer does not stay.
 
         Raises:
-            InvalidRequest: the template refuses the conversation, or it no longer fits the context.
+            InvalidRequest, RemoteError: the template refuses the conversation, or it no longer fits the context.
         """
         system = [{"role": "system", "content": self._system}] if self._system else []
         messages = [*system, *self._messages, {"role": "user", "content": text}]
-        token_ids = await self._llm.apply_chat_template(messages, adapter=self._adapter)
-        stream = await self._llm.add_request({"prompt_token_ids": list(token_ids)}, self._params, adapter=self._adapter)
         said = ""
         try:
-            async for delta in stream:
-                piece = "".join(answer.text for answer in delta.outputs)
-                typer.echo(piece, nl=False)
-                said += piece
+            async with aclosing(self._speaker.answer(messages, self.model)) as pieces:
+                async for piece in pieces:
+                    typer.echo(piece, nl=False)
+                    said += piece
         finally:
-            stream.abort()
             if said:
                 self._messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said}]
         typer.echo()

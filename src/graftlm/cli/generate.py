@@ -1,17 +1,25 @@
-"""`graft generate`: answers to prompts, from the base or any adapters, in one batch."""
+"""`graft generate`: answers to prompts, from the base or any adapters, in one batch; or to a file of them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graftlm.cli.engine_options import ModelArgument, engine_options, sampling_options
+from graftlm.cli.api_client import ApiClient, ApiKeyOption, is_url
+from graftlm.cli.batch_file import BatchFile
+from graftlm.cli.batch_output import BatchOutput
+from graftlm.cli.batch_run import BatchCount, run_batch
+from graftlm.cli.engine_options import check_no_engine_options, engine_options, given_sampling, sampling_options
+from graftlm.cli.options import field_help
+from graftlm.cli.speakers import RemoteSpeaker
+from graftlm.config import EngineConfig
 from graftlm.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -31,7 +39,10 @@ class Job:
 @sampling_options(max_tokens=256)
 @engine_options
 def generate(
-    model: ModelArgument,
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help=f"{field_help(EngineConfig)['model']} With --file a server's URL too."),
+    ],
     *,
     prompt: Annotated[
         list[str] | None,
@@ -44,14 +55,40 @@ def generate(
         ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as a user's message.")] = False,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help="Rows to answer, one JSON object a line: prompt or messages, and if it likes an id, a model and "
+            "sampling fields; or OpenAI's batch format.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Where the rows' answers are appended; rows that are there are skipped."),
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="With --file, rows that are in work at a time.")] = 128,
+    api_key: ApiKeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
     engine: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
     """Answer prompts.
 
-    Every prompt goes to every adapter in use, all in one batch.
+    Every prompt goes to every adapter in use, all in one batch. With --file each row is answered once, by the adapter
+    it names, and what was answered before a run was cut short is not answered again.
     """
+    if file is not None or output is not None:
+        if file is None or output is None or prompt or as_json or len(use or ()) > 1:
+            raise ConfigurationError(
+                "a file is answered into a file", allowed="--file FILE --output FILE, and at most one --use"
+            )
+        _generate_file(
+            model, file, output, engine, sampling, use=use[0] if use else None, chat=chat, concurrency=concurrency,
+            api_key=api_key,
+        )  # fmt: skip
+        return
     prompts = prompt or [_from_stdin()]
 
     from graftlm import AsyncLLM, SamplingParams
@@ -60,13 +97,63 @@ def generate(
     llm = AsyncLLM(model, **engine)
     models = use or list(llm.adapters) or [llm.model_name]
     jobs = [Job(prompt=text, model=name, adapter=llm.resolve_model(name)) for text in prompts for name in models]
-    for job, output in zip(jobs, asyncio.run(_answers(llm, jobs, params, chat=chat)), strict=True):
+    for job, answer in zip(jobs, asyncio.run(_answers(llm, jobs, params, chat=chat)), strict=True):
         if as_json:
-            typer.echo(json.dumps(_record(job, output), ensure_ascii=False))
+            typer.echo(json.dumps(_record(job, answer), ensure_ascii=False))
         else:
             if len(jobs) > 1:
                 _print_heading(job.model, job.prompt if len(prompts) > 1 else None)
-            typer.echo(output.outputs[0].text)
+            typer.echo(answer.outputs[0].text)
+
+
+def _generate_file(
+    model: str,
+    file: Path,
+    output: Path,
+    engine: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    *,
+    use: str | None,
+    chat: bool,
+    concurrency: int,
+    api_key: str | None,
+) -> None:
+    defaults = given_sampling(sampling)
+    if is_url(model):
+        check_no_engine_options(engine, why="the server has its own")
+    count = BatchCount()
+
+    async def answer() -> None:
+        llm: AsyncLLM | None = None
+        if is_url(model):
+            client = ApiClient.of_url(model, api_key)
+        else:
+            from graftlm import AsyncLLM
+
+            llm = AsyncLLM(model, **engine)
+            client = ApiClient.of_engine(llm)
+        try:
+            base = (await RemoteSpeaker.connect(client, {})).base if use is None else use
+            source = BatchFile(file, defaults=defaults, model=base, chat=chat)
+            await run_batch(client, source, rows, count, concurrency=concurrency)
+        finally:
+            await client.aclose()
+            if llm is not None:
+                await llm.shutdown()
+
+    # What is wrong with the files is said before a model is loaded.
+    BatchFile(file, defaults=defaults, model="", chat=chat)
+    rows = BatchOutput(output)
+    try:
+        asyncio.run(answer())
+    except KeyboardInterrupt:
+        typer.echo(f"graft: stopped; {count}; run it again to go on", err=True)
+        raise typer.Exit(130) from None
+    finally:
+        rows.close()
+    typer.echo(f"{output}: {count}", err=True)
+    if count.failed:
+        raise typer.Exit(1)
 
 
 def _from_stdin() -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from graftlm.cli.adapters import adapters
 from graftlm.cli.chat import chat
 from graftlm.cli.demo import demo
 from graftlm.cli.generate import generate
@@ -42,6 +43,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(generate)
 app.command()(chat)
+app.add_typer(adapters, name="adapters")
 app.command()(inspect)
 app.command()(merge)
 app.command()(quantize)

@@ -55,4 +55,14 @@ def _base_card(llm: AsyncLLM) -> ModelCard:
 def _adapter_card(llm: AsyncLLM, name: str, adapter: Adapter | None, state: ResidencyState) -> AdapterCard:
     """Args: adapter: None if it has not been read yet, or is a sum."""
     created = llm.created if adapter is None else adapter.created
-    return {**_base_card(llm), "id": name, "created": created, "parent": llm.model_name, "residency": state}
+    return {
+        **_base_card(llm),
+        "id": name,
+        "created": created,
+        "parent": llm.model_name,
+        "residency": state,
+        "method": None if adapter is None else adapter.method,
+        "ranks": None if adapter is None else list(adapter.ranks),
+        "num_bytes": None if adapter is None else adapter.num_bytes,
+        "digest": None if adapter is None else adapter.digest,
+    }

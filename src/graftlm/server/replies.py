@@ -1,5 +1,5 @@
 """The JSON that goes back, in OpenAI's shapes. `stop_reason`, `prompt_logprobs`, `token_ids`, `parent` and
-`max_model_len` are vLLM's additions, `residency` is Graft's."""
+`max_model_len` are vLLM's additions, `residency` and the fields after it are Graft's."""
 
 from __future__ import annotations
 
@@ -106,6 +106,10 @@ class ModelCard(TypedDict):
 
 class AdapterCard(ModelCard):
     residency: ResidencyState
+    method: str | None
+    ranks: list[int] | None
+    num_bytes: int | None
+    digest: str | None
 
 
 class Envelope:

@@ -117,6 +117,10 @@ class AdapterMemoryExceeded(AdapterError):
     """The adapter alone is larger than `adapter_memory_bytes`."""
 
 
+class ObjectNotFound(GraftError, LookupError):
+    """A file or job that a server does not have."""
+
+
 class TrainingDataError(GraftError, ValueError):
     """Rows that nothing can be learnt from; the message lists file, line and reason."""
 

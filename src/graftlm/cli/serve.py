@@ -51,6 +51,23 @@ def serve(
         Path | None,
         typer.Option(metavar="FILE", help="API keys that may use the server, as graft keys create writes them."),
     ] = None,
+    fine_tuning: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Let clients upload files and run fine-tuning jobs, as OpenAI's API has them; both are kept in DIR.",
+        ),
+    ] = None,
+    train: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Train the job of a TOML file beside the requests, and serve the result. Repeat it for more.",
+        ),
+    ] = None,
+    max_training_pause: Annotated[
+        float, typer.Option(min=0.001, help="Most seconds that a request waits for a pass of training, about.")
+    ] = 0.1,
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Write a line of JSON to stderr for every request.")
     ] = False,
@@ -83,8 +100,10 @@ def serve(
     with bind(host, port) as listener:
         from graftlm import AsyncLLM
         from graftlm.server import create_app
+        from graftlm.server.fine_tuning.training import Training
 
         llm = AsyncLLM(model, **engine)
+        training = Training(llm, fine_tuning, train or (), max_pause_seconds=max_training_pause)
         app = create_app(
             llm,
             adapter_roots=adapter_root or (),
@@ -92,8 +111,10 @@ def serve(
             request_timeout=request_timeout,
             write_access=_write_line if access_log else None,
             keys=keys,
+            fine_tuning=training.service,
         )
         _run(app, llm, listener, drain_seconds=drain_seconds, show_request=demo)
+        training.close()
 
 
 def _run(

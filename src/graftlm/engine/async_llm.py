@@ -18,6 +18,7 @@ from graftlm.adapters import Adapter, AdapterChoice, choice_name
 from graftlm.config import EngineConfig
 from graftlm.engine.adapter_loader import BackgroundLoader
 from graftlm.engine.background_thread import background_thread
+from graftlm.engine.base import Base
 from graftlm.engine.completion_rate import CompletionRate
 from graftlm.engine.engine import Engine
 from graftlm.engine.executor import WorkerInfo
@@ -29,6 +30,7 @@ from graftlm.engine.prompt import Prompt, check_length
 from graftlm.engine.request_stream import RequestStream, deadline_exceeded
 from graftlm.engine.residency import ResidencyState
 from graftlm.engine.sampling_params import SamplingParams
+from graftlm.engine.side_work import SideWork
 from graftlm.engine.tenant import Tenant
 from graftlm.errors import EngineClosed, EngineOverloaded, GraftError, InvalidRequest, StepFailed
 from graftlm.models.heap import trim_heap
@@ -50,7 +52,7 @@ class AsyncLLM:
     def __init__(self, model: str | Path, **options: Any) -> None:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._engine: Engine | None = Engine(
-            EngineConfig(model=model, **options), make_loader=lambda read: BackgroundLoader(read, self._wake_engine)
+            EngineConfig(model=model, **options), make_loader=lambda read: BackgroundLoader(read, self.wake)
         )
         # Adapters are read for the first time in a thread of their own: those who wait must not take the threads in
         # which other requests are tokenised.
@@ -59,6 +61,7 @@ class AsyncLLM:
         self._compilations = background_thread("graft-grammars")
         self.created = int(time.time())
         self._streams: dict[str, RequestStream] = {}
+        self._side_work: SideWork | None = None
         self._rate = CompletionRate(time.monotonic())
         self._accepting = True
         self._stop = False
@@ -303,6 +306,24 @@ class AsyncLLM:
             await self._commands_taken()
             await asyncio.to_thread(trim_heap)
 
+    @property
+    def whole_base(self) -> Base:
+        """The base model, to be trained on beside the requests.
+
+        Raises:
+            ConfigurationError: it is not in this process.
+        """
+        return self._open().whole_base
+
+    def do_beside(self, work: SideWork) -> None:
+        """Let the engine's thread do something else too, between its steps and whenever it has none to do."""
+        self._side_work = work
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the engine's thread look for work. From any thread."""
+        self._commands.put(lambda: None)
+
     async def shutdown(self, *, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, let running ones finish for at most `drain_seconds`, abort the rest, free everything."""
         self._accepting = False
@@ -310,7 +331,7 @@ class AsyncLLM:
             running = [stream.ended() for stream in list(self._streams.values())]
             await asyncio.wait_for(asyncio.gather(*running), drain_seconds)
         self._stop = True
-        self._wake_engine()
+        self.wake()
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._checks.shutdown)
         await asyncio.to_thread(self._compilations.shutdown)
@@ -400,9 +421,6 @@ class AsyncLLM:
         if self._thread.is_alive():
             await done.wait()
 
-    def _wake_engine(self) -> None:
-        self._commands.put(lambda: None)
-
     def _abort(self, request_id: str) -> None:
         def abort() -> None:
             if self._engine is not None and (delta := self._engine.core.abort(request_id)) is not None:
@@ -435,9 +453,14 @@ class AsyncLLM:
         engine = self._engine
         assert engine is not None
         while not self._stop:
-            self._take_commands(wait=not engine.core.has_work or engine.core.waits_for_loads)
+            work = self._side_work
+            has_side_work = work is not None and work.has_work
+            is_idle = not engine.core.has_work or engine.core.waits_for_loads
+            self._take_commands(wait=is_idle and not has_side_work)
             if engine.core.has_work:
                 self._step(engine)
+            if work is not None and work.has_work and not self._stop:
+                work.step(is_serving=engine.core.has_work and not engine.core.waits_for_loads)
         self._take_commands(wait=False)
         self._fail_all(engine, EngineClosed("the engine was shut down before the request finished"))
         engine.core.close()

@@ -25,7 +25,7 @@ from graftlm.adapters.weighted import combine_weights, is_weighted
 from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
 from graftlm.engine.adapter_loader import AdapterLoader, InlineLoader, ReadWeights
-from graftlm.engine.base import load_text
+from graftlm.engine.base import Base, load_text
 from graftlm.engine.block_pool import BlockPool
 from graftlm.engine.cache_blocks import CacheBlocks, CacheGroup
 from graftlm.engine.core import EngineCore
@@ -78,6 +78,7 @@ class Engine:
         self._executor = model.executor
         base = load_text(checkpoint, model.vocab_size)
         checkpoint.close()
+        self._whole = None if model.decoder is None else Base(decoder=model.decoder, **vars(base))
         self.tokenizer = base.tokenizer
         self.max_model_len = model.plan.max_model_len
         self._base = model.base
@@ -97,6 +98,19 @@ class Engine:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def whole_base(self) -> Base:
+        """The base model, to be trained on.
+
+        Raises:
+            ConfigurationError: it is not in this process.
+        """
+        if self._whole is None:
+            raise ConfigurationError(
+                "training beside serving needs the model in one process", do="serve without workers"
+            )
+        return self._whole
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:

@@ -14,6 +14,7 @@ from graftlm.engine.residency import Residency
 from graftlm.engine.span_runner import SpanRunner
 from graftlm.kernels.registry import choose_kernels
 from graftlm.models.base_weights import BaseWeights, DecoderWeights
+from graftlm.models.decoder import Decoder
 from graftlm.models.length_regimes import LengthRegimes
 
 
@@ -22,6 +23,7 @@ class ServedModel:
     """What an engine needs of a model.
 
     has_all_layers: whether one process has, which can run them in any order.
+    decoder: the model itself, if it is in this process.
     base: what adapters are checked against. plan: the KV cache's. windows: how far back each cache group sees.
     """
 
@@ -32,6 +34,7 @@ class ServedModel:
     windows: tuple[int | None, ...]
     length_regimes: LengthRegimes
     vocab_size: int
+    decoder: Decoder | None = None
 
 
 def serve_here(config: EngineConfig, checkpoint: Checkpoint, residency: Residency[LoadedAdapter]) -> ServedModel:
@@ -68,4 +71,5 @@ def serve_here(config: EngineConfig, checkpoint: Checkpoint, residency: Residenc
         windows=decoder.windows,
         length_regimes=decoder.length_regimes,
         vocab_size=decoder.vocab_size,
+        decoder=decoder,
     )

@@ -16,6 +16,8 @@ from graftlm.server.body_limit import BodyLimit
 from graftlm.server.chat import chat_routes
 from graftlm.server.completions import completion_routes
 from graftlm.server.errors import install_error_handlers
+from graftlm.server.fine_tuning.routes import FILES_PATH, MAX_FILE_BYTES, fine_tuning_routes
+from graftlm.server.fine_tuning.service import FineTuningService
 from graftlm.server.health import health_routes
 from graftlm.server.key_file import KeyFile
 from graftlm.server.metrics import EngineCollector, HTTPMetrics, metric_routes
@@ -37,6 +39,7 @@ def create_app(
     request_timeout: float | None = None,
     write_access: Callable[[str], None] | None = None,
     keys: KeyFile | None = None,
+    fine_tuning: FineTuningService | None = None,
 ) -> FastAPI:
     """An OpenAI-compatible application over a running engine, which it does not shut down.
 
@@ -45,6 +48,7 @@ def create_app(
         enable_adapter_loading: whether they may at all.
         max_body_bytes: a larger request is answered 413 before it is parsed.
         request_timeout: most seconds that a generation may take; a request may ask for fewer.
+        fine_tuning: answers /v1/files and /v1/fine_tuning/jobs; without it they are refused.
         write_access: gets one line of JSON for each request, as `AccessLog` describes it.
         keys: who may do what; without it anyone may do everything.
 
@@ -65,13 +69,15 @@ def create_app(
         health_routes(llm),
         metric_routes(metrics),
         adapter_routes(llm, roots),
+        fine_tuning_routes(llm, fine_tuning),
         not_offered_routes(),
     ):
         app.include_router(router)
 
     install_error_handlers(app)
     # The last one added is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    uploads = {} if fine_tuning is None else {FILES_PATH: MAX_FILE_BYTES}
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, exceptions=uploads)
     app.add_middleware(Authentication, keys=keys)
     if write_access is not None:
         app.add_middleware(AccessLog, write=write_access)

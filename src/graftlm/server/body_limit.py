@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graftlm.server.errors import CODE_OF_STATUS, ErrorReply
@@ -14,29 +17,35 @@ _DRAIN_BYTES = 64 << 20
 
 
 class BodyLimit:
-    """Middleware that reads each body before the application does, and answers 413 once it is over `max_bytes`."""
+    """Middleware that reads each body before the application does, and answers 413 once it is over `max_bytes`.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    Args:
+        exceptions: limits of single paths.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, exceptions: Mapping[str, int] = MappingProxyType({})) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._exceptions = exceptions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        max_bytes = self._exceptions.get(scope["path"], self._max_bytes)
         body = bytearray()
         num_bytes = 0
         more_body = True
-        while more_body and num_bytes <= _DRAIN_FACTOR * self._max_bytes:
+        while more_body and num_bytes <= _DRAIN_FACTOR * max_bytes:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
             num_bytes += len(message.get("body", b""))
-            if num_bytes <= self._max_bytes:
+            if num_bytes <= max_bytes:
                 body += message.get("body", b"")
             more_body = message.get("more_body", False)
-        if num_bytes > self._max_bytes:
-            text = f"the request body is too large; allowed: {self._max_bytes} bytes"
+        if num_bytes > max_bytes:
+            text = f"the request body is too large; allowed: {max_bytes} bytes"
             reply = ErrorReply(status=413, message=text, code=CODE_OF_STATUS[413])
             await reply.response({"connection": "close"})(scope, receive, send)
             return

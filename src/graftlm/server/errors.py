@@ -31,6 +31,7 @@ from graftlm.errors import (
     GraftError,
     InvalidRequest,
     ModelNotFound,
+    ObjectNotFound,
     StepFailed,
 )
 from graftlm.server.callers import caller_of
@@ -44,6 +45,7 @@ STATUS_AND_CODE: Mapping[type[Exception], tuple[int, str | None]] = {
     InvalidRequest: (400, None),
     ContextLengthExceeded: (400, "context_length_exceeded"),
     ModelNotFound: (404, "model_not_found"),
+    ObjectNotFound: (404, "not_found"),
     AdapterError: (400, "adapter_invalid"),
     AdapterFilesNotFound: (400, "adapter_files_not_found"),
     AdapterCorrupt: (400, "adapter_corrupt"),
@@ -131,7 +133,13 @@ def error_reply(error: Exception, connection: HTTPConnection) -> ErrorReply:
     for ancestor in type(error).__mro__:
         if ancestor in STATUS_AND_CODE:
             status, code = STATUS_AND_CODE[ancestor]
-            param = error.param if isinstance(error, InvalidRequest) else "model" if status == 404 else None
+            param = (
+                error.param
+                if isinstance(error, InvalidRequest)
+                else "model"
+                if isinstance(error, ModelNotFound)
+                else None
+            )
             wait = error.retry_after_seconds if isinstance(error, EngineOverloaded) else None
             return ErrorReply(status=status, message=str(error), param=param, code=code, retry_after_seconds=wait)
     if isinstance(error, HTTPException):

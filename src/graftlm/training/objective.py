@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from graftlm.training.document import Document
+from graftlm.training.document import Document, Example
 from graftlm.training.job import TrainingJob
 from graftlm.training.loss import Slopes
 
@@ -23,6 +23,10 @@ class Objective(Protocol):
 
     @property
     def needs_reference(self) -> bool: ...
+
+    def examples(self, documents: Sequence[Document]) -> list[Example]:
+        """The documents by the rows they are from."""
+        ...
 
     def num_terms(self, documents: Sequence[Document]) -> int:
         """What the sums are divided by to give means."""
@@ -42,6 +46,9 @@ class Likelihood:
     """Each token's negative log-probability is a term."""
 
     needs_reference = False
+
+    def examples(self, documents: Sequence[Document]) -> list[Example]:
+        return [(document,) for document in documents]
 
     def num_terms(self, documents: Sequence[Document]) -> int:
         return sum(len(document.targets) for document in documents)
@@ -65,6 +72,9 @@ class Preference:
 
     def __init__(self, beta: float) -> None:
         self._beta = beta
+
+    def examples(self, documents: Sequence[Document]) -> list[Example]:
+        return list(zip(documents[::2], documents[1::2], strict=True))
 
     def num_terms(self, documents: Sequence[Document]) -> int:
         return len(documents) // 2

@@ -1,0 +1,85 @@
+"""A fine-tuning job as clients see it, and its events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
+ENDED: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuningJob:
+    """Times are seconds since 1970.
+
+    options: of the `TrainingJob` that it is, without its paths. fine_tuned_model: the name the result is served under,
+    once it is. error: code, message and param of what ended it.
+    """
+
+    id: str
+    created_at: int
+    model: str
+    training_file: str
+    validation_file: str | None
+    suffix: str | None
+    method: Literal["supervised", "dpo"]
+    hyperparameters: Mapping[str, Any]
+    metadata: Mapping[str, str] | None
+    options: Mapping[str, Any]
+    status: Status = "validating_files"
+    finished_at: int | None = None
+    fine_tuned_model: str | None = None
+    trained_tokens: int | None = None
+    error: Mapping[str, Any] | None = field(default=None)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As OpenAI describes it."""
+        return {
+            "id": self.id,
+            "object": "fine_tuning.job",
+            "created_at": self.created_at,
+            "error": self.error,
+            "estimated_finish": None,
+            "fine_tuned_model": self.fine_tuned_model,
+            "finished_at": self.finished_at,
+            "hyperparameters": self.hyperparameters,
+            "integrations": None,
+            "metadata": self.metadata,
+            "method": {"type": self.method, self.method: {"hyperparameters": self.hyperparameters}},
+            "model": self.model,
+            "organization_id": "graft",
+            "result_files": [],
+            "seed": self.options["seed"],
+            "status": self.status,
+            "trained_tokens": self.trained_tokens,
+            "training_file": self.training_file,
+            "user_provided_suffix": self.suffix,
+            "validation_file": self.validation_file,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEvent:
+    """data: of an update, its metrics."""
+
+    id: str
+    created_at: int
+    level: Literal["info", "warn", "error"]
+    message: str
+    data: Mapping[str, Any] | None = None
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As OpenAI describes it."""
+        return {
+            "id": self.id,
+            "object": "fine_tuning.job.event",
+            "created_at": self.created_at,
+            "level": self.level,
+            "message": self.message,
+            "type": "message" if self.data is None else "metrics",
+            "data": self.data,
+        }

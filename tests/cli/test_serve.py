@@ -78,7 +78,7 @@ def test_a_second_ctrl_c_exits_at_once(files: Files) -> None:
         (["BASE", "--adapter", "red"], "NAME=PATH"),
         (["BASE", "--adapter", "red=/nowhere/at/all"], "/nowhere/at/all"),
         (["BASE", "--adapter", "a b=RED"], "a b"),
-        (["BASE", "--enable-adapter-loading"], "--adapter-root"),
+        (["BASE", "--enable-adapter-loading"], "--adapter-root DIR or --adapter-hub-id"),
         (["BASE", "--enable-adapter-loading", "--adapter-root", "/nowhere/at/all"], "/nowhere/at/all"),
         (["BASE", "--host", "192.0.2.1"], "192.0.2.1"),
         (["BASE", "--max-model-len", "1000000"], "1000000"),

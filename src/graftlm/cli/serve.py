@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import shlex
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from graftlm.cli.byte_size import parse_byte_size
+from graftlm.cli.config_file import read_config
 from graftlm.cli.engine_options import ModelArgument, engine_options
 from graftlm.errors import ConfigurationError
 
@@ -21,12 +24,22 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from graftlm import AsyncLLM
+    from graftlm.server.tls import TLS
 
 
 @engine_options
 def serve(
     model: ModelArgument = "",
     *,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            is_eager=True,
+            callback=read_config,
+            help="TOML file of these options, keyed by their names in snake_case; what is given here wins.",
+        ),
+    ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="Serve the bundled model and adapters.")] = False,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 is every one of this machine.")
@@ -39,6 +52,27 @@ def serve(
     adapter_root: Annotated[
         list[Path] | None,
         typer.Option(metavar="DIR", help="A folder clients may load adapters from. Repeat it for more."),
+    ] = None,
+    adapter_hub_id: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN", help="Ids on the hub that clients may load, such as my-org/*. Repeat it for more."
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="A web page's origin whose scripts may use the server; * is any. Repeat it for more.",
+        ),
+    ] = None,
+    max_body_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="A larger request is refused unread. Such as 8MiB.")
+    ] = "8MiB",
+    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM file of the certificate: serve HTTPS.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="PEM file of its key, if that is another file.")] = None,
+    ssl_keyfile_password: Annotated[
+        str | None, typer.Option(envvar="GRAFT_SSL_KEYFILE_PASSWORD", help="What the key file is encrypted with.")
     ] = None,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="Time that running requests get to finish after the first Ctrl-C.")
@@ -87,14 +121,22 @@ def serve(
         engine |= demo_quantization(engine["quantization"])
         engine["adapters"] = {**demo_adapters(), **engine["adapters"]}
 
-    from graftlm.server.adapters import permitted_roots
+    from graftlm.server.adapters import permitted_sources
+    from graftlm.server.cors import cors_options
     from graftlm.server.http_server import bind
     from graftlm.server.key_file import KeyFile
 
     # What is wrong with these is said now, not after the model has been loaded.
-    permitted_roots(adapter_root or (), enable_adapter_loading=enable_adapter_loading)
+    permitted_sources(adapter_root or (), adapter_hub_id or (), enable_adapter_loading=enable_adapter_loading)
+    cors_options(cors_origin or ())
+    num_body_bytes = parse_byte_size(max_body_bytes)
+    tls = _tls(ssl_certfile, ssl_keyfile, ssl_keyfile_password)
     keys = None if api_keys is None else KeyFile(api_keys)
     logging.basicConfig(format="%(message)s")
+    if keys is None and not _is_loopback(host):
+        logging.getLogger("graftlm.server").warning(
+            "whoever reaches %s may use this server; do: give --api-keys unless something in front checks", host
+        )
     # What was quantised, and to how many bytes.
     logging.getLogger("graftlm.models").setLevel(logging.INFO)
     with bind(host, port) as listener:
@@ -107,13 +149,16 @@ def serve(
         app = create_app(
             llm,
             adapter_roots=adapter_root or (),
+            adapter_hub_ids=adapter_hub_id or (),
             enable_adapter_loading=enable_adapter_loading,
             request_timeout=request_timeout,
             write_access=_write_line if access_log else None,
             keys=keys,
             fine_tuning=training.service,
+            cors_origins=cors_origin or (),
+            max_body_bytes=num_body_bytes,
         )
-        _run(app, llm, listener, drain_seconds=drain_seconds, show_request=demo)
+        _run(app, llm, listener, drain_seconds=drain_seconds, tls=tls, show_request=demo)
         training.close()
 
 
@@ -123,12 +168,13 @@ def _run(
     listener: socket.socket,
     *,
     drain_seconds: float,
+    tls: TLS | None,
     show_request: bool,
 ) -> None:
     from graftlm.server.http_server import HTTPServer, url_of
 
     def announce() -> None:
-        url = url_of(listener)
+        url = url_of(listener, scheme="http" if tls is None else "https")
         typer.echo(f"{_names(llm)} at {url}/v1")
         if show_request:
             typer.echo(f"\nTry it:\n\n{_curl(url, next(iter(llm.adapters), llm.model_name))}\n")
@@ -136,8 +182,25 @@ def _run(
     # Uvicorn raises the signal again once it is through, for whoever ran it: nobody, and the exit code is 0.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    server = HTTPServer(app, llm, drain_seconds=drain_seconds, on_ready=announce)
+    server = HTTPServer(app, llm, drain_seconds=drain_seconds, on_ready=announce, tls=tls)
     server.run(sockets=[listener])
+
+
+def _tls(certfile: Path | None, keyfile: Path | None, password: str | None) -> TLS | None:
+    from graftlm.server.tls import TLS
+
+    if certfile is None:
+        if keyfile is not None:
+            raise ConfigurationError("--ssl-keyfile needs its certificate", do="give --ssl-certfile as well")
+        return None
+    return TLS(certfile=certfile, keyfile=keyfile, keyfile_password=password)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _write_line(line: str) -> None:

@@ -7,14 +7,16 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from starlette.middleware.cors import CORSMiddleware
 
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.server.access_log import AccessLog
-from graftlm.server.adapters import adapter_routes, permitted_roots
+from graftlm.server.adapters import adapter_routes, permitted_sources
 from graftlm.server.authentication import Authentication
 from graftlm.server.body_limit import BodyLimit
 from graftlm.server.chat import chat_routes
 from graftlm.server.completions import completion_routes
+from graftlm.server.cors import cors_options
 from graftlm.server.errors import install_error_handlers
 from graftlm.server.fine_tuning.routes import FILES_PATH, MAX_FILE_BYTES, fine_tuning_routes
 from graftlm.server.fine_tuning.service import FineTuningService
@@ -34,28 +36,32 @@ def create_app(
     llm: AsyncLLM,
     *,
     adapter_roots: Sequence[str | Path] = (),
+    adapter_hub_ids: Sequence[str] = (),
     enable_adapter_loading: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
     request_timeout: float | None = None,
     write_access: Callable[[str], None] | None = None,
     keys: KeyFile | None = None,
     fine_tuning: FineTuningService | None = None,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     """An OpenAI-compatible application over a running engine, which it does not shut down.
 
     Args:
-        adapter_roots: folders that clients may load adapters from.
+        adapter_roots, adapter_hub_ids: folders that clients may load adapters from, and patterns for hub ids.
         enable_adapter_loading: whether they may at all.
         max_body_bytes: a larger request is answered 413 before it is parsed.
         request_timeout: most seconds that a generation may take; a request may ask for fewer.
         fine_tuning: answers /v1/files and /v1/fine_tuning/jobs; without it they are refused.
         write_access: gets one line of JSON for each request, as `AccessLog` describes it.
         keys: who may do what; without it anyone may do everything.
+        cors_origins: of web pages whose scripts may use the server, such as https://example.org, or "*" for any.
 
     Raises:
-        ConfigurationError: loading is on without a root, a root is given without loading, or a root is no folder.
+        ConfigurationError: loading is on without anything to load from, or the other way round; a root is no folder; an
+            origin is none.
     """
-    roots = permitted_roots(adapter_roots, enable_adapter_loading=enable_adapter_loading)
+    sources = permitted_sources(adapter_roots, adapter_hub_ids, enable_adapter_loading=enable_adapter_loading)
     metrics = CollectorRegistry()
     metrics.register(EngineCollector(llm))
     # A trailing slash is another path, not a redirect: /v1/models/ would be the model with the empty name.
@@ -68,8 +74,8 @@ def create_app(
         model_routes(llm),
         health_routes(llm),
         metric_routes(metrics),
-        adapter_routes(llm, roots),
         fine_tuning_routes(llm, fine_tuning),
+        adapter_routes(llm, sources),
         not_offered_routes(),
     ):
         app.include_router(router)
@@ -79,6 +85,10 @@ def create_app(
     uploads = {} if fine_tuning is None else {FILES_PATH: MAX_FILE_BYTES}
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, exceptions=uploads)
     app.add_middleware(Authentication, keys=keys)
+    if cors_origins:
+        # Around the authentication: browsers ask beforehand without a key, and show scripts no reply, a 401 included,
+        # that lacks these headers.
+        app.add_middleware(CORSMiddleware, **cors_options(cors_origins))
     if write_access is not None:
         app.add_middleware(AccessLog, write=write_access)
     app.add_middleware(HTTPMetrics, registry=metrics)

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.errors import ConfigurationError
+from graftlm.server.tls import TLS
 
 # What is left of the time to drain, and this much more, is for clients to take what they have been answered.
 _MARGIN_SECONDS = 5
@@ -45,9 +46,9 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, scheme: str = "http") -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class HTTPServer(uvicorn.Server):
@@ -58,6 +59,7 @@ class HTTPServer(uvicorn.Server):
 
     Args:
         on_ready: called when connections are accepted.
+        tls: the certificate to show; None speaks plain HTTP.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class HTTPServer(uvicorn.Server):
         *,
         drain_seconds: float = 10,
         on_ready: Callable[[], None],
+        tls: TLS | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -75,6 +78,10 @@ class HTTPServer(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                server_header=False,
+                ssl_certfile=None if tls is None else tls.certfile,
+                ssl_keyfile=None if tls is None else tls.keyfile,
+                ssl_keyfile_password=None if tls is None else tls.keyfile_password,
             )
         )
         self._llm = llm

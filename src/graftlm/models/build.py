@@ -234,7 +234,7 @@ class _Builder:
 
     def _next_block(self, index: int, spec: LayerSpec, layout: LayerLayout) -> Block:
         block = self._whole_block(index, spec, layout)
-        # What was freed on the way would otherwise add up to a fifth of the weights (benchmarks/load.py, int8).
+        # What was freed on the way can otherwise add up to a fifth of the weights (benchmarks/load.py, int8).
         trim_heap()
         return block
 

@@ -89,6 +89,10 @@ def convert(family: Family, folder: Path, path: Path, kind: gguf.GGMLQuantizatio
     experts: dict[str, list[np.ndarray]] = {}
     for name, tensor in sorted(load_file(folder / "model.safetensors").items()):
         array = np.ascontiguousarray(family.transform(name, tensor.numpy(), config))
+        if family.arch == Arch.GPT_OSS and ("experts." in name or name.endswith("sinks")):
+            for target, part in gpt_oss_parts(name, array):
+                add(writer, target, part, kind)
+            continue
         if ".experts." in name:
             # The names of one tensor for all are listed as these.
             prefix, _, rest = name.replace("model.layers", "layers").partition(".experts.")
@@ -115,10 +119,24 @@ def convert(family: Family, folder: Path, path: Path, kind: gguf.GGMLQuantizatio
 
 
 def add(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: gguf.GGMLQuantizationType) -> None:
-    if array.ndim == 1 or kind == Kind.F32:
+    if array.ndim == 1 or name.endswith(".bias") or kind == Kind.F32:
         writer.add_tensor(name, array)
     else:
         writer.add_tensor(name, quantize(array, kind), raw_dtype=kind)
+
+
+def gpt_oss_parts(name: str, array: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Sinks and stacks of experts: gate and up apart, matrices as [out, in]."""
+    layer = name.split(".")[2]
+    if name.endswith("sinks"):
+        return [(f"blk.{layer}.attn_sinks.weight", array)]
+    kind = "bias" if name.endswith("_bias") else "weight"
+    if kind == "weight":
+        array = array.swapaxes(1, 2)
+    if "down_proj" in name:
+        return [(f"blk.{layer}.ffn_down_exps.{kind}", np.ascontiguousarray(array))]
+    parts = (("ffn_gate_exps", array[:, ::2]), ("ffn_up_exps", array[:, 1::2]))
+    return [(f"blk.{layer}.{module}.{kind}", np.ascontiguousarray(part)) for module, part in parts]
 
 
 def generic_metadata(config: PretrainedConfig, writer: gguf.GGUFWriter) -> None:
@@ -152,6 +170,18 @@ def qwen_moe_metadata(config: PretrainedConfig, writer: gguf.GGUFWriter) -> None
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.model_type == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def gpt_oss_metadata(config: PretrainedConfig, writer: gguf.GGUFWriter) -> None:
+    generic_metadata(config, writer)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    rope = config.rope_parameters
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
 def gemma_metadata(config: PretrainedConfig, writer: gguf.GGUFWriter) -> None:
@@ -359,6 +389,27 @@ FAMILIES = {
             "rope_parameters": rope(1e6),
         },
         metadata=qwen_moe_metadata,
+    ),
+    "gpt_oss": Family(
+        arch=Arch.GPT_OSS,
+        model_type="gpt_oss",
+        config={
+            **LLAMA_SIZES,
+            "head_dim": 32,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "rope_parameters": rope(
+                150_000.0,
+                rope_type="yarn",
+                factor=4.0,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+                original_max_position_embeddings=64,
+            ),
+        },
+        metadata=gpt_oss_metadata,
     ),
     "gemma": Family(
         arch=Arch.GEMMA,

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from graftlm import LLM
-from graftlm.checkpoint import open_checkpoint
+from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.errors import CheckpointError
 from graftlm.models.inspect import inspect_checkpoint
 from tests.checkpoint.gguf_converter import FAMILIES, convert, make_model
@@ -45,20 +45,31 @@ def assert_parity(llm: LLM, exact: Path, folder: Path, parameters: tuple[str, ..
         assert_close(llm.logits(PROMPT, adapter=name), expected)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "qwen3moe"])
-def test_experts_of_a_gguf_file_stay_quantised_and_take_adapters(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"), [("mixtral", "Q8_0"), ("qwen2moe", "Q8_0"), ("qwen3moe", "Q4_1"), ("gpt_oss", "MXFP4")]
+)
+def test_experts_of_a_gguf_file_stay_quantised_and_take_adapters(name: str, kind: str, tmp_path: Path) -> None:
     exact = tmp_path / "exact"
     make_model(FAMILIES[name], exact)
     weights = load_file(exact / "model.safetensors")
     # Quiet enough for float32 to tell no two implementations apart.
     save_file({key: value * 0.25 for key, value in weights.items()}, exact / "model.safetensors", {"format": "pt"})
-    path = convert(FAMILIES[name], exact, tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q8_0)
+    path = convert(FAMILIES[name], exact, tmp_path / "model.gguf", gguf.GGMLQuantizationType[kind])
     checkpoint = open_checkpoint(path)
-    dequantized = {key: checkpoint.read(key).contiguous() for key in weights}
+    dequantized = {key: read(checkpoint, key) for key in weights}
     save_file(dequantized, exact / "model.safetensors", {"format": "pt"})
     matrices = inspect_checkpoint(checkpoint).matrices
-    assert {matrix.format for matrix in matrices if "experts" in matrix.path} == {"Q8_0"}
-    assert_parity(LLM(path, kv_cache_bytes=1 << 20), exact, tmp_path, MOE_PARAMETERS)
+    assert {matrix.format for matrix in matrices if "experts" in matrix.path} == {kind}
+    parameters = GPT_OSS_PARAMETERS if name == "gpt_oss" else MOE_PARAMETERS
+    assert_parity(LLM(path, kv_cache_bytes=1 << 20), exact, tmp_path, parameters)
+
+
+def read(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A tensor, or the experts' that make it up."""
+    if name in checkpoint.tensor_names():
+        return checkpoint.read(name).contiguous()
+    count = sum(stored.startswith(f"{name}.") for stored in checkpoint.tensor_names())
+    return torch.stack([checkpoint.read(f"{name}.{expert}.weight") for expert in range(count)])
 
 
 def write_mxfp4(exact: Path, folder: Path) -> Path:

@@ -30,6 +30,7 @@ HALVES = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "MXFP4": (),
 }
 # Largest, smallest normal, smallest subnormal, a subnormal, both zeros, and negatives of them.
 SCALES = np.array([65504, 6.1e-5, 6e-8, 3e-6, 0.0, -0.0, -65504, -6e-8, 1.0, -0.3], dtype=np.float16)
@@ -59,6 +60,9 @@ def random_rows(kind: str, rows: int, blocks: int, seed: int = 0) -> np.ndarray:
     for at in HALVES[kind]:
         scales = generator.normal(size=(rows * blocks, 1)).astype(np.float16)
         packed[:, at : at + 2] = scales.view(np.uint8)
+    if kind == "MXFP4":
+        # An exponent, whose largest values overflow; the smallest give subnormal numbers.
+        packed[:, 0] = np.arange(rows * blocks) % 250
     return packed.reshape(rows, blocks * num_bytes)
 
 

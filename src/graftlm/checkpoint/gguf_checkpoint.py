@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graftlm.checkpoint.file_identity import FileIdentity
@@ -28,12 +29,19 @@ class _Source:
         module: the same without layer and kind.
         kind: "weight" or "bias".
         expert: index into a tensor that holds all experts.
+        alternating: another tensor, each of whose rows stands after one of this one's.
     """
 
     name: str
     module: str
     kind: str
     expert: int | None = None
+    alternating: str | None = None
+
+    @property
+    def rows_at(self) -> int:
+        """The dimension of its rows, counted from the last."""
+        return -2 if self.kind == "weight" else -1
 
 
 class GGUFCheckpoint:
@@ -67,23 +75,31 @@ class GGUFCheckpoint:
             shape = shape[1:]
         if self._is_vector(source, shape):
             shape = (1, *shape)
-        return shape[::-1] if self._is_transposed(source) else shape
+        if source.alternating is not None:
+            rows = shape[source.rows_at] * 2
+            shape = (*shape[:-1], rows) if source.kind == "bias" else (*shape[:-2], rows, shape[-1])
+        return (*shape[:-2], shape[-1], shape[-2]) if self._is_transposed(source) else shape
 
     def read(self, name: str) -> Tensor:
         source = self._sources[name]
         tensor = self._in_order(self._file.read(source.name, source.expert), source)
+        if source.alternating is not None:
+            tensor = _by_turns(tensor, self._file.read(source.alternating, source.expert), source)
         if self._is_vector(source, tuple(tensor.shape)):
             tensor = tensor.unsqueeze(0)
         if source.module.endswith("norm") and source.kind == "weight":
             tensor = tensor - self._translation.norm_offset
-        return tensor.T.contiguous() if self._is_transposed(source) else tensor
+        return tensor.mT.contiguous() if self._is_transposed(source) else tensor
 
     def read_stored(self, name: str) -> Tensor:
         """A tensor as the file stores it, its rows in transformers' order: plain numbers in their dtype, blocks as
         uint8 [out, bytes of a row]. Weights that transformers keeps transposed stay [out, in], and norms keep what
         llama.cpp adds to them."""
         source = self._sources[name]
-        return self._in_order(self._file.read_stored(source.name, source.expert), source)
+        stored = self._in_order(self._file.read_stored(source.name, source.expert), source)
+        if source.alternating is None:
+            return stored
+        return _by_turns(stored, self._file.read_stored(source.alternating, source.expert), source)
 
     def close(self) -> None:
         self._file.close()
@@ -124,6 +140,11 @@ def _sources(file: GGUFFile, translation: Translation) -> dict[str, _Source]:
     unknown = []
     for name in sorted(file.tensor_names() - translation.in_config):
         parts = SOURCE_NAME.fullmatch(name)
+        if parts is not None and parts["layer"] is not None:
+            in_layer = _in_layer(file, translation, name, parts["layer"], parts["module"], parts["kind"])
+            if in_layer is not None:
+                sources |= in_layer
+                continue
         module = None if parts is None else _module(parts["layer"], parts["module"], translation)
         if parts is None or module is None:
             unknown.append(name)
@@ -137,6 +158,45 @@ def _sources(file: GGUFFile, translation: Translation) -> dict[str, _Source]:
     if unknown:
         raise CheckpointError(f"{file.name} holds tensors Graft does not know", got=", ".join(unknown[:10]))
     return sources
+
+
+def _in_layer(
+    file: GGUFFile, translation: Translation, name: str, layer: str, module: str, kind: str
+) -> dict[str, _Source] | None:
+    """What a tensor of a layer is where it is no module's weight or bias alone; None where it is.
+
+    Raises:
+        CheckpointError: tensors whose rows alternate are not alike.
+    """
+    prefix = translation.layer.format(layer)
+    parameter = translation.parameters.get(f"{module}.{kind}")
+    if parameter is not None:
+        return {f"{prefix}.{parameter}": _Source(name=name, module=module, kind=kind)}
+    if module in translation.alternating.values():
+        return {}
+    stack = translation.stacks.get(module)
+    if stack is None:
+        return None
+    other = translation.alternating.get(module)
+    alternating = None if other is None else f"blk.{layer}.{other}.{kind}"
+    if alternating is not None and not file.are_alike(name, alternating):
+        raise CheckpointError(f"{file.name}: {name} and {alternating} are not alike, or one is missing")
+    if kind == "bias":
+        return {f"{prefix}.{stack}_bias": _Source(name=name, module=module, kind=kind, alternating=alternating)}
+    if file.block_type(name) is None:
+        return {f"{prefix}.{stack}": _Source(name=name, module=module, kind=kind, alternating=alternating)}
+    return {
+        f"{prefix}.{stack}.{expert}.weight": _Source(
+            name=name, module=module, kind=kind, expert=expert, alternating=alternating
+        )
+        for expert in range(file.shape(name)[0])
+    }
+
+
+def _by_turns(tensor: Tensor, other: Tensor, source: _Source) -> Tensor:
+    """The rows of two tensors, one of each in turn."""
+    dim = source.rows_at
+    return torch.stack([tensor, other], dim=dim).flatten(dim - 1, dim)
 
 
 def _module(layer: str | None, module: str, translation: Translation) -> str | None:

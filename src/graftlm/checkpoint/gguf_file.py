@@ -94,6 +94,12 @@ class GGUFFile:
         """Rows of a matrix, or of each in a stack of them; None where there is none."""
         return self.shape(name)[-2] if name in self._tensors and len(self.shape(name)) > 1 else None
 
+    def are_alike(self, name: str, other: str) -> bool:
+        """Whether both tensors are there, of one shape and type."""
+        entries = [self._tensors.get(name), self._tensors.get(other)]
+        first, second = ((entry.shape, entry.type) if entry is not None else None for entry in entries)
+        return first is not None and first == second
+
     def block_type(self, name: str) -> str | None:
         """ggml's name of a tensor's quantised type; None where it is stored as plain numbers."""
         kind = self._tensors[name].type

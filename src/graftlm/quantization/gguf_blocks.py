@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Four-bit floats, times two.
+MXFP4_VALUES = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0])
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockType:
@@ -125,6 +128,14 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return _scaled(scales, codes.float() - 32)
 
 
+def _mxfp4(blocks: Tensor) -> Tensor:
+    exponents = blocks[:, :1].int()
+    # Of half the scale, since the values below are twice what they mean; the two smallest are subnormal.
+    bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1).clamp(min=0) << 23)
+    values = MXFP4_VALUES.to(blocks.device)[_bit_fields(blocks[:, 1:], 4, 16).int()]
+    return bits.view(torch.float32) * values
+
+
 BLOCK_TYPES = {
     block_type.name: block_type
     for block_type in (
@@ -133,6 +144,7 @@ BLOCK_TYPES = {
         BlockType(name="Q5_0", weights=32, num_bytes=22, unpack=_q5_0),
         BlockType(name="Q5_1", weights=32, num_bytes=24, unpack=_q5_1),
         BlockType(name="Q8_0", weights=32, num_bytes=34, unpack=_q8_0),
+        BlockType(name="MXFP4", weights=32, num_bytes=17, unpack=_mxfp4),
         BlockType(name="Q2_K", weights=256, num_bytes=84, unpack=_q2_k),
         BlockType(name="Q3_K", weights=256, num_bytes=110, unpack=_q3_k),
         BlockType(name="Q4_K", weights=256, num_bytes=144, unpack=_q4_k),

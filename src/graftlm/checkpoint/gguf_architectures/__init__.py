@@ -13,6 +13,7 @@ from graftlm.checkpoint.gguf_architectures.bloom import translate_bloom, transla
 from graftlm.checkpoint.gguf_architectures.falcon import translate_falcon
 from graftlm.checkpoint.gguf_architectures.gemma import translate_gemma, translate_gemma2, translate_gemma3
 from graftlm.checkpoint.gguf_architectures.gpt2 import translate_gpt2, translate_starcoder
+from graftlm.checkpoint.gguf_architectures.gpt_oss import translate_gpt_oss
 from graftlm.checkpoint.gguf_architectures.llama import translate_llama
 from graftlm.checkpoint.gguf_architectures.olmo2 import translate_olmo2
 from graftlm.checkpoint.gguf_architectures.phi3 import translate_phi3
@@ -31,6 +32,7 @@ ARCHITECTURES: dict[str, Callable[[GGUFFile], Translation]] = {
     "gemma": translate_gemma,
     "gemma2": translate_gemma2,
     "gemma3": translate_gemma3,
+    "gpt-oss": translate_gpt_oss,
     "gpt2": translate_gpt2,
     "gptneox": translate_gptneox,
     "llama": translate_llama,

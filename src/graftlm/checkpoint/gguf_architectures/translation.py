@@ -22,6 +22,10 @@ class Translation:
         layer: where transformers keeps its layers; {} is the index.
         layer_modules: llama.cpp's names of modules in a layer -> transformers'. {expert} in the latter stands for the
             index into a tensor that holds all experts.
+        stacks: layer modules that hold all experts of a layer -> transformers' parameter, which stacks them too. Where
+            they are in blocks, each is a tensor of its own here, with its index behind the parameter's name.
+        alternating: of the stacks, those whose rows stand by turns with the rows of another module's.
+        parameters: tensors in a layer, with ".weight" -> transformers' names of what is no module's weight or bias.
         row_orders: layer modules whose rows llama.cpp's converter moved.
         transposed: layer modules whose weights transformers stores as [in, out].
         single_rows: layer modules with one row, which some converters write as a vector.
@@ -33,6 +37,9 @@ class Translation:
     modules: Mapping[str, str]
     layer: str
     layer_modules: Mapping[str, str]
+    stacks: Mapping[str, str] = field(default_factory=dict)
+    alternating: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
     row_orders: Mapping[str, RowOrder] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()
     single_rows: frozenset[str] = frozenset()

@@ -1,0 +1,364 @@
+// Causal attention over a paged cache of keys and values.
+//
+// Keys are taken in tiles of 64 that begin at multiples of 64 in the sequence, with a softmax that is corrected from
+// tile to tile. What a position reads and in which order is therefore its own: chunks, neighbours and cached prefixes
+// change nothing. A single new position is attended head by head; several share each key they read, a position and
+// head per lane.
+// Sources: PagedAttention, arXiv 2309.06180; the running softmax, arXiv 1805.02867.
+#include <type_traits>
+#include <vector>
+
+#include "graft.h"
+#include "parallel.h"
+#include "simd.h"
+
+namespace graft {
+
+// new tokens [row, row + query_len) are the last of `total_len`; `table` begins at block `first_block`.
+struct Sequence {
+    int64_t row, query_len, total_len, first_block;
+    const int64_t *table;
+};
+
+// How scores are made; see AttentionScores. slope_dtype: where slope times position is rounded.
+struct Scores {
+    float scale, softcap, slope_factor;
+    int32_t slope_dtype;
+    const float *slopes, *sinks;  // [heads], or null
+};
+
+struct Shape {
+    int64_t heads, kv_heads, head_dim, block_size, window;  // window: 0 for none
+    int64_t query_row_stride, query_head_stride;
+};
+
+namespace {
+
+constexpr int64_t kTile = 64;
+
+// Dot products of up to kGroup heads with one key at a time.
+constexpr int kGroup = 4;
+
+template <typename T> struct Cache {
+    const T *keys, *values;
+    const Shape &shape;
+    const Sequence &sequence;
+    int64_t kv_head;
+
+    int64_t offset(int64_t position) const {
+        int64_t block = sequence.table[position / shape.block_size - sequence.first_block];
+        return ((block * shape.block_size + position % shape.block_size) * shape.kv_heads + kv_head) * shape.head_dim;
+    }
+    const T *key(int64_t position) const { return keys + offset(position); }
+    const T *value(int64_t position) const { return values + offset(position); }
+};
+
+int64_t oldest_seen(int64_t position, int64_t window) {
+    return window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0;
+}
+
+template <typename T> Vec alibi(const Scores &scores, float slope, Vec position) {
+    Vec bias = position * slope;
+    if (scores.slope_dtype == 1) bias = rounded<bf16>(bias);
+    bias = rounded<T>(bias);
+    return rounded<T>(bias * scores.slope_factor);
+}
+
+Vec capped(const Scores &scores, Vec score) {
+    score *= scores.scale;
+    return scores.softcap > 0.0f ? tanh(score / scores.softcap) * scores.softcap : score;
+}
+
+Vec lane_numbers() {
+    Vec lanes;
+    for (int lane = 0; lane < kLanes; lane++) lanes[lane] = float(lane);
+    return lanes;
+}
+
+float largest(const float *values, int64_t count) {
+    float best = values[0];
+    for (int64_t index = 1; index < count; index++) best = std::max(best, values[index]);
+    return best;
+}
+
+// ---- one position
+
+template <typename T, int G>
+void dot(float (&out)[G], const float *const (&queries)[G], const T *key, int64_t head_dim) {
+    Vec total[G] = {};
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+        Vec part = load_some(key + d, int(std::min<int64_t>(head_dim - d, kLanes)));
+        for (int g = 0; g < G; g++) total[g] += part * load(queries[g] + d);
+    }
+    for (int g = 0; g < G; g++) out[g] = sum(total[g]);
+}
+
+template <typename T, int G>
+void attend_position(T *out, const T *query, const Cache<T> &cache, const Scores &scores, int64_t position,
+                     int64_t head, int64_t origin) {
+    const Shape &shape = cache.shape;
+    int64_t padded = (shape.head_dim + kLanes - 1) / kLanes * kLanes;
+    std::vector<float> scratch(size_t(2 * G * padded + G * kTile));
+    float *wide = scratch.data(), *totals = wide + G * padded, *weights = totals + G * padded;
+    const float *queries[G];
+    for (int g = 0; g < G; g++) {
+        for (int64_t d = 0; d < shape.head_dim; d++)
+            wide[g * padded + d] = widen(query[g * shape.query_head_stride + d]);
+        queries[g] = wide + g * padded;
+    }
+    float highest[G], mass[G];
+    for (int g = 0; g < G; g++) {
+        highest[g] = scores.sinks ? scores.sinks[head + g] : -__builtin_inff();
+        mass[g] = scores.sinks ? 1.0f : 0.0f;
+    }
+    int64_t oldest = oldest_seen(position, shape.window);
+    for (int64_t start = oldest / kTile * kTile; start <= position; start += kTile) {
+        int64_t first = std::max(start, oldest), stop = std::min(position + 1, start + kTile);
+        int64_t count = stop - first;
+        for (int64_t index = 0; index < count; index++) {
+            float products[G];
+            dot<T, G>(products, queries, cache.key(first + index), shape.head_dim);
+            for (int g = 0; g < G; g++) weights[g * kTile + index] = products[g];
+        }
+        for (int g = 0; g < G; g++) {
+            float *row = weights + g * kTile;
+            for (int64_t index = count; index < kTile; index++) row[index] = 0.0f;
+            for (int64_t index = 0; index < count; index += kLanes) {
+                Vec score = capped(scores, load(row + index));
+                if (scores.slopes)
+                    score += alibi<T>(scores, scores.slopes[head + g],
+                                      lane_numbers() + float(first + index - origin));
+                store(row + index, score);
+            }
+            float top = std::max(highest[g], largest(row, count));
+            float correction = top == highest[g] ? 1.0f : sum(exp(splat(highest[g] - top))) / float(kLanes);
+            highest[g] = top;
+            Vec total{};
+            for (int64_t index = 0; index < count; index += kLanes) {
+                Vec weight = exp(load(row + index) - top);
+                if (count - index < kLanes)
+                    for (int lane = int(count - index); lane < kLanes; lane++) weight[lane] = 0.0f;
+                store(row + index, weight);
+                total += weight;
+            }
+            mass[g] = mass[g] * correction + sum(total);
+            float *sums = totals + g * padded;
+            if (correction != 1.0f)
+                for (int64_t d = 0; d < padded; d += kLanes) store(sums + d, load(sums + d) * correction);
+        }
+        for (int64_t d = 0; d < shape.head_dim; d += kLanes) {
+            int some = int(std::min<int64_t>(shape.head_dim - d, kLanes));
+            Vec total[G];
+            for (int g = 0; g < G; g++) total[g] = load(totals + g * padded + d);
+            for (int64_t index = 0; index < count; index++) {
+                Vec part = load_some(cache.value(first + index) + d, some);
+                for (int g = 0; g < G; g++) total[g] += part * weights[g * kTile + index];
+            }
+            for (int g = 0; g < G; g++) store(totals + g * padded + d, total[g]);
+        }
+    }
+    for (int g = 0; g < G; g++)
+        for (int64_t d = 0; d < shape.head_dim; d += kLanes)
+            store_some(out + g * shape.head_dim + d, load(totals + g * padded + d) / mass[g],
+                       int(std::min<int64_t>(shape.head_dim - d, kLanes)));
+}
+
+template <typename T>
+void attend_heads(T *out, const T *query, const Cache<T> &cache, const Scores &scores, int64_t position,
+                  int64_t origin) {
+    const Shape &shape = cache.shape;
+    int64_t group = shape.heads / shape.kv_heads, begin = cache.kv_head * group;
+    int64_t g = 0;
+    auto at = [&](auto heads) {
+        attend_position<T, decltype(heads)::value>(out + (begin + g) * shape.head_dim,
+                                                   query + (begin + g) * shape.query_head_stride, cache, scores,
+                                                   position, begin + g, origin);
+        g += decltype(heads)::value;
+    };
+    while (g + kGroup <= group) at(std::integral_constant<int, kGroup>{});
+    while (g + 3 <= group) at(std::integral_constant<int, 3>{});
+    while (g + 2 <= group) at(std::integral_constant<int, 2>{});
+    while (g < group) at(std::integral_constant<int, 1>{});
+}
+
+// ---- several positions
+
+// Keys or values of a tile as float32, [count, head_dim].
+template <typename T> const float *widened(float *scratch, const T *row, int64_t head_dim) {
+    for (int64_t d = 0; d < head_dim; d++) scratch[d] = widen(row[d]);
+    return scratch;
+}
+inline const float *widened(float *, const float *row, int64_t) { return row; }
+
+// total[i] += sum over d of turned[d] * rows[i][d]: a lane per query.
+template <int N> void products(Vec (&total)[N], const float *turned, const float *const *rows, int64_t head_dim) {
+    for (int64_t d = 0; d < head_dim; d++) {
+        Vec query = load(turned + d * kLanes);
+        for (int i = 0; i < N; i++) total[i] += query * rows[i][d];
+    }
+}
+
+// `count` (query, head) pairs that share one KV head, from pair `pair` of the sequence on; pairs run over the heads of
+// a query first.
+template <typename T>
+void attend_lanes(T *out, const T *query, const Cache<T> &cache, const Scores &scores, int64_t pair, int count,
+                  int64_t origin, std::vector<float> &scratch) {
+    const Shape &shape = cache.shape;
+    int64_t group = shape.heads / shape.kv_heads, begin = cache.kv_head * group;
+    int64_t dim = shape.head_dim, base = cache.sequence.total_len - cache.sequence.query_len;
+    scratch.assign(size_t(dim * kLanes * 2 + kTile * kLanes + kTile * dim * 2), 0.0f);
+    float *turned = scratch.data(), *totals = turned + dim * kLanes, *weights = totals + dim * kLanes;
+    float *key_rows = weights + kTile * kLanes, *value_rows = key_rows + kTile * dim;
+    Vec position{}, slope{}, highest = splat(-__builtin_inff()), mass{};
+    for (int lane = 0; lane < kLanes; lane++) {
+        int64_t one = pair + std::min(lane, count - 1), head = begin + one % group;
+        position[lane] = float(base + one / group);
+        const T *from = query + one / group * shape.query_row_stride + head * shape.query_head_stride;
+        for (int64_t d = 0; d < dim; d++) turned[d * kLanes + lane] = widen(from[d]);
+        if (scores.slopes) slope[lane] = scores.slopes[head];
+        if (scores.sinks) {
+            highest[lane] = scores.sinks[head];
+            mass[lane] = 1.0f;
+        }
+    }
+    int64_t newest = base + (pair + count - 1) / group;
+    int64_t oldest = oldest_seen(base + pair / group, shape.window);
+    Vec seen_from = shape.window > 0 ? position - float(shape.window - 1) : splat(0.0f);
+    const float *keys[kTile], *values[kTile];
+    for (int64_t start = oldest / kTile * kTile; start <= newest; start += kTile) {
+        int64_t first = std::max(start, oldest), stop = std::min(newest + 1, start + kTile), width = stop - first;
+        for (int64_t index = 0; index < width; index++) {
+            keys[index] = widened(key_rows + index * dim, cache.key(first + index), dim);
+            values[index] = widened(value_rows + index * dim, cache.value(first + index), dim);
+        }
+        Vec top = highest;
+        auto score_keys = [&](int64_t index, auto many) {
+            constexpr int N = decltype(many)::value;
+            Vec total[N] = {};
+            products<N>(total, turned, keys + index, dim);
+            for (int i = 0; i < N; i++) {
+                float key = float(first + index + i);
+                Vec score = capped(scores, total[i]);
+                if (scores.slopes) {
+                    Vec bias = (splat(key) - float(origin)) * slope;
+                    if (scores.slope_dtype == 1) bias = rounded<bf16>(bias);
+                    score += rounded<T>(rounded<T>(bias) * scores.slope_factor);
+                }
+                IntVec hidden = (splat(key) > position) | (splat(key) < seen_from);
+                score = select(hidden, splat(-__builtin_inff()), score);
+                top = max(top, score);
+                store(weights + (index + i) * kLanes, score);
+            }
+        };
+        int64_t index = 0;
+        for (; index + 8 <= width; index += 8) score_keys(index, std::integral_constant<int, 8>{});
+        for (; index < width; index++) score_keys(index, std::integral_constant<int, 1>{});
+        // A lane that has seen no key yet keeps weights of zero.
+        IntVec blind = top == splat(-__builtin_inff());
+        Vec reference = select(blind, splat(0.0f), top);
+        Vec correction = exp(highest - reference);
+        Vec total{};
+        for (int64_t i = 0; i < width; i++) {
+            Vec weight = exp(load(weights + i * kLanes) - reference);
+            store(weights + i * kLanes, weight);
+            total += weight;
+        }
+        mass = mass * correction + total;
+        highest = top;
+        constexpr int kColumns = 8;
+        for (int64_t d = 0; d < dim; d += kColumns) {
+            int columns = int(std::min<int64_t>(kColumns, dim - d));
+            Vec sums[kColumns];
+            for (int i = 0; i < columns; i++) sums[i] = load(totals + (d + i) * kLanes) * correction;
+            if (columns == kColumns) {
+                for (int64_t key = 0; key < width; key++) {
+                    Vec weight = load(weights + key * kLanes);
+                    for (int i = 0; i < kColumns; i++) sums[i] += weight * values[key][d + i];
+                }
+            } else {
+                for (int64_t key = 0; key < width; key++)
+                    for (int i = 0; i < columns; i++) sums[i] += load(weights + key * kLanes) * values[key][d + i];
+            }
+            for (int i = 0; i < columns; i++) store(totals + (d + i) * kLanes, sums[i]);
+        }
+    }
+    for (int lane = 0; lane < count; lane++) {
+        int64_t one = pair + lane;
+        T *to = out + (one / group * shape.heads + begin + one % group) * dim;
+        for (int64_t d = 0; d < dim; d++) to[d] = narrow<T>(totals[d * kLanes + lane] / mass[lane]);
+    }
+}
+
+// ---- sharing out
+
+// One KV head of a sequence, and which of its (query, head) pairs.
+struct Item {
+    int64_t sequence, kv_head, pair, count;
+};
+
+template <typename T>
+void attention(T *out, const T *query, const T *keys, const T *values, const Sequence *sequences,
+               int64_t num_sequences, const Shape &shape, const Scores &scores, bool by_position, int threads) {
+    constexpr int64_t kPairs = kLanes * 4;
+    int64_t group = shape.heads / shape.kv_heads, work = 0;
+    std::vector<Item> items;
+    for (int64_t s = 0; s < num_sequences; s++) {
+        int64_t pairs = sequences[s].query_len * group;
+        work += pairs * shape.kv_heads * sequences[s].total_len * shape.head_dim;
+        for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
+            if (sequences[s].query_len == 1) {
+                items.push_back({s, kv_head, 0, group});
+                continue;
+            }
+            // The last pairs read the most keys; a thread that takes them first ends with the rest.
+            int64_t step = by_position ? group * 4 : kPairs;
+            for (int64_t pair = (pairs - 1) / step * step; pair >= 0; pair -= step)
+                items.push_back({s, kv_head, pair, std::min(step, pairs - pair)});
+        }
+    }
+    int team = threads_for(work, threads);
+#pragma omp parallel num_threads(team) if (team > 1)
+    {
+        std::vector<float> scratch;
+#pragma omp for schedule(dynamic, 1)
+        for (size_t index = 0; index < items.size(); index++) {
+            const Item &item = items[index];
+            const Sequence &sequence = sequences[item.sequence];
+            Cache<T> cache{keys, values, shape, sequence, item.kv_head};
+            T *rows = out + sequence.row * shape.heads * shape.head_dim;
+            const T *queries = query + sequence.row * shape.query_row_stride;
+            int64_t origin = sequence.first_block * shape.block_size;
+            if (sequence.query_len == 1 || by_position) {
+                int64_t base = sequence.total_len - sequence.query_len;
+                for (int64_t q = item.pair / group; q < (item.pair + item.count) / group; q++)
+                    attend_heads(rows + q * shape.heads * shape.head_dim, queries + q * shape.query_row_stride, cache,
+                                 scores, base + q, origin);
+                continue;
+            }
+            for (int64_t pair = item.pair; pair < item.pair + item.count; pair += kLanes)
+                attend_lanes(rows, queries, cache, scores, pair,
+                             int(std::min<int64_t>(kLanes, item.pair + item.count - pair)), origin, scratch);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace graft
+
+using namespace graft;
+
+// out: [T, heads, head_dim]. query: the same, with strides. keys, values: [blocks, block_size, kv_heads, head_dim].
+// by_position: whether positions that come together are attended as they would be alone, to the bit.
+GRAFT_API void graft_paged_attention(void *out, const void *query, const void *keys, const void *values,
+                                     const void *sequences, int64_t num_sequences, const void *shape,
+                                     const void *scores, int dtype, int by_position, int threads) {
+    auto *list = (const Sequence *)sequences;
+    auto &dims = *(const Shape *)shape;
+    auto &how = *(const Scores *)scores;
+    if (dtype == 0)
+        attention((float *)out, (const float *)query, (const float *)keys, (const float *)values, list, num_sequences,
+                  dims, how, by_position != 0, threads);
+    else
+        attention((bf16 *)out, (const bf16 *)query, (const bf16 *)keys, (const bf16 *)values, list, num_sequences,
+                  dims, how, by_position != 0, threads);
+}

@@ -1,0 +1,94 @@
+#include "graft.h"
+#include "parallel.h"
+#include "simd.h"
+
+namespace graft {
+namespace {
+
+template <typename T, typename W>
+void rms_norm_row(T *out, const T *x, const W *weight, int64_t columns, float eps) {
+    Vec squares{};
+    for (int64_t c = 0; c < columns; c += kLanes) {
+        Vec value = load_some(x + c, int(std::min<int64_t>(columns - c, kLanes)));
+        squares += value * value;
+    }
+    float scale = 1.0f / __builtin_sqrtf(sum(squares) / float(columns) + eps);
+    for (int64_t c = 0; c < columns; c += kLanes) {
+        int count = int(std::min<int64_t>(columns - c, kLanes));
+        Vec value = load_some(x + c, count) * scale;
+        if (weight) {
+            // A weight of x's own type is applied to the rounded norm, a float32 weight before rounding.
+            if (sizeof(W) == sizeof(T)) value = rounded<T>(value);
+            value *= load_some(weight + c, count);
+        }
+        store_some(out + c, value, count);
+    }
+}
+
+template <typename T, typename W>
+void rms_norm(T *out, const T *x, const W *weight, int64_t rows, int64_t columns, float eps, int threads) {
+    parallel(rows, threads_for(rows * columns, threads), [=](int64_t start, int64_t stop) {
+        for (int64_t row = start; row < stop; row++)
+            rms_norm_row(out + row * columns, x + row * columns, weight, columns, eps);
+    });
+}
+
+template <typename T>
+void layer_norm_row(T *out, const T *x, const T *weight, const T *bias, int64_t columns, float eps) {
+    Vec total{};
+    for (int64_t c = 0; c < columns; c += kLanes)
+        total += load_some(x + c, int(std::min<int64_t>(columns - c, kLanes)));
+    float mean = sum(total) / float(columns);
+    Vec squares{};
+    for (int64_t c = 0; c < columns; c += kLanes) {
+        int count = int(std::min<int64_t>(columns - c, kLanes));
+        Vec centred = load_some(x + c, count) - mean;
+        if (count < kLanes)
+            for (int lane = count; lane < kLanes; lane++) centred[lane] = 0.0f;
+        squares += centred * centred;
+    }
+    float scale = 1.0f / __builtin_sqrtf(sum(squares) / float(columns) + eps);
+    for (int64_t c = 0; c < columns; c += kLanes) {
+        int count = int(std::min<int64_t>(columns - c, kLanes));
+        Vec value = (load_some(x + c, count) - mean) * scale;
+        if (weight) value *= load_some(weight + c, count);
+        if (bias) value += load_some(bias + c, count);
+        store_some(out + c, value, count);
+    }
+}
+
+template <typename T>
+void layer_norm(T *out, const T *x, const T *weight, const T *bias, int64_t rows, int64_t columns, float eps,
+                int threads) {
+    parallel(rows, threads_for(rows * columns, threads), [=](int64_t start, int64_t stop) {
+        for (int64_t row = start; row < stop; row++)
+            layer_norm_row(out + row * columns, x + row * columns, weight, bias, columns, eps);
+    });
+}
+
+}  // namespace
+}  // namespace graft
+
+using namespace graft;
+
+// out, x: [rows, columns]. weight: [columns] in `weight_dtype`, or null.
+GRAFT_API void graft_rms_norm(void *out, const void *x, const void *weight, int dtype, int weight_dtype, int64_t rows,
+                              int64_t columns, float eps, int threads) {
+    if (dtype == 0)
+        rms_norm((float *)out, (const float *)x, (const float *)weight, rows, columns, eps, threads);
+    else if (weight_dtype == 0)
+        rms_norm((bf16 *)out, (const bf16 *)x, (const float *)weight, rows, columns, eps, threads);
+    else
+        rms_norm((bf16 *)out, (const bf16 *)x, (const bf16 *)weight, rows, columns, eps, threads);
+}
+
+// out, x: [rows, columns]. weight, bias: [columns] of the same dtype, or null.
+GRAFT_API void graft_layer_norm(void *out, const void *x, const void *weight, const void *bias, int dtype,
+                                int64_t rows, int64_t columns, float eps, int threads) {
+    if (dtype == 0)
+        layer_norm((float *)out, (const float *)x, (const float *)weight, (const float *)bias, rows, columns, eps,
+                   threads);
+    else
+        layer_norm((bf16 *)out, (const bf16 *)x, (const bf16 *)weight, (const bf16 *)bias, rows, columns, eps,
+                   threads);
+}

@@ -1,0 +1,146 @@
+// Vectors of floats, as wide as the level this file is compiled for. GCC and Clang turn the vector extensions used
+// here into the instructions of any target, so one source serves them all.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace graft {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t UintVec __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t HalfVec __attribute__((vector_size(kLanes * 2)));
+
+// bfloat16 as it lies in memory.
+struct bf16 {
+    uint16_t bits;
+};
+
+inline Vec splat(float value) { return Vec{} + value; }
+
+inline float widen(float value) { return value; }
+inline float widen(bf16 value) {
+    uint32_t bits = uint32_t(value.bits) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+// Rounds to nearest, ties to even; NaN stays NaN.
+inline UintVec rounded_bits(Vec value) {
+    UintVec bits = (UintVec)value;
+    UintVec rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    UintVec is_nan = (UintVec)(value != value);
+    return ((rounded & ~is_nan) | ((bits | 0x400000u) & is_nan)) >> 16;
+}
+
+template <typename T> T narrow(float value);
+template <> inline float narrow<float>(float value) { return value; }
+template <> inline bf16 narrow<bf16>(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if (value != value) return bf16{uint16_t((bits | 0x400000u) >> 16)};
+    return bf16{uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+inline Vec load(const float *from) {
+    Vec out;
+    std::memcpy(&out, from, sizeof out);
+    return out;
+}
+inline Vec load(const bf16 *from) {
+    HalfVec halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return (Vec)(__builtin_convertvector(halves, UintVec) << 16);
+}
+inline void store(float *to, Vec value) { std::memcpy(to, &value, sizeof value); }
+inline void store(bf16 *to, Vec value) {
+    HalfVec halves = __builtin_convertvector(rounded_bits(value), HalfVec);
+    std::memcpy(to, &halves, sizeof halves);
+}
+
+// The first `count` lanes; the rest are zero.
+template <typename T> Vec load_some(const T *from, int count) {
+    if (count >= kLanes) return load(from);
+    T lanes[kLanes] = {};
+    std::memcpy(lanes, from, count * sizeof(T));
+    return load(lanes);
+}
+template <typename T> void store_some(T *to, Vec value, int count) {
+    if (count >= kLanes) return store(to, value);
+    T lanes[kLanes];
+    store(lanes, value);
+    std::memcpy(to, lanes, count * sizeof(T));
+}
+
+// What a value becomes when it is stored as T and read again.
+template <typename T> Vec rounded(Vec value);
+template <> inline Vec rounded<float>(Vec value) { return value; }
+template <> inline Vec rounded<bf16>(Vec value) { return (Vec)(rounded_bits(value) << 16); }
+
+// Lanes are added pairwise, in a fixed order.
+inline float sum(Vec value) {
+    float lanes[kLanes];
+    store(lanes, value);
+    for (int width = kLanes / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; lane++) lanes[lane] += lanes[lane + width];
+    return lanes[0];
+}
+
+inline Vec select(IntVec where, Vec yes, Vec no) {
+    return (Vec)(((IntVec)yes & where) | ((IntVec)no & ~where));
+}
+inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
+inline Vec min(Vec a, Vec b) { return select(a < b, a, b); }
+
+// e^x within 2 units in the last place; 0 below -87.3, infinity above 88.7, NaN for NaN.
+// Method: x = n ln 2 + r with ln 2 in two parts, a polynomial in r, and n added to the exponent (Cephes, expf).
+inline Vec exp(Vec x) {
+    Vec clamped = min(max(x, splat(-87.3f)), splat(88.7f));
+    Vec scaled = clamped * 1.44269504088896341f;
+    // Adding and taking away 1.5 * 2^23 rounds to an integer.
+    Vec shifted = scaled + 12582912.0f;
+    IntVec n = (IntVec)shifted - 0x4b400000;
+    Vec whole = shifted - 12582912.0f;
+    Vec r = clamped - whole * 0.693359375f;
+    r = r + whole * 2.12194440e-4f;
+    Vec p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    Vec value = p * (r * r) + r + 1.0f;
+    // In two steps: 2^128 alone is no float.
+    IntVec half = n >> 1;
+    value = value * (Vec)((half + 127) << 23) * (Vec)((n - half + 127) << 23);
+    value = select(x < splat(-87.3f), splat(0.0f), value);
+    value = select(x > splat(88.7f), splat(__builtin_inff()), value);
+    return select(x != x, x, value);
+}
+
+inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
+
+// tanh x = 1 - 2 / (e^2x + 1), with an odd polynomial near zero where that cancels (Cephes, tanhf).
+inline Vec tanh(Vec x) {
+    Vec square = x * x;
+    Vec p = splat(-5.70498872745e-3f);
+    p = p * square + 2.06390887954e-2f;
+    p = p * square + -5.37397155531e-2f;
+    p = p * square + 1.33314422036e-1f;
+    p = p * square + -3.33332819422e-1f;
+    Vec near = p * square * x + x;
+    Vec far = 1.0f - 2.0f / (exp(x + x) + 1.0f);
+    return select(square < splat(0.390625f), near, far);
+}
+
+}  // namespace graft

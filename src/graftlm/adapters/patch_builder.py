@@ -219,7 +219,7 @@ class PatchBuilder:
                 )
                 shrinks.append(self._exact(lora_a))
                 rank_start += rank
-        return LoraUpdate(shrink=torch.cat(shrinks).t(), expands=tuple(expands)) if shrinks else None
+        return LoraUpdate(shrink=torch.cat(shrinks).t().contiguous(), expands=tuple(expands)) if shrinks else None
 
     def _cast(self, tensor: Tensor) -> Tensor:
         """To the base's dtype: what replaces a tensor of the base is computed like it."""

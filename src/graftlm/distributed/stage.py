@@ -51,12 +51,14 @@ class Stage:
         self._config = config
         # Stays open: what an adapter means here may depend on weights of other layers.
         self._checkpoint = open_checkpoint(config.model)
+        self._kernels = choose_kernels(torch.device("cpu"))
         self._span = build_span(
             self._checkpoint,
             plan.span,
             dtype=choose_dtype(config.dtype, self._checkpoint),
             device=torch.device("cpu"),
             policy=load_policy(config, self._checkpoint),
+            kernels=self._kernels,
         )
         self._base = DecoderWeights(self._span, elsewhere=CheckpointWeights(self._checkpoint))
         self._num_blocks = plan.num_blocks
@@ -113,7 +115,7 @@ class Stage:
             self._span,
             num_blocks=self._num_blocks,
             block_size=self._config.block_size,
-            kernels=choose_kernels(self._span.device),
+            kernels=self._kernels,
         )
 
     def _read(self, part: AdapterPart) -> AdapterWeights:

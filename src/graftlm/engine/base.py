@@ -10,6 +10,8 @@ from typing import Any
 from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
 from graftlm.engine.load_options import choose_device, choose_dtype, load_policy
+from graftlm.kernels.kernel_set import Kernels
+from graftlm.kernels.registry import REFERENCE
 from graftlm.models.build import build_decoder
 from graftlm.models.decoder import Decoder
 from graftlm.models.quantized_cache import open_quantized_cache
@@ -51,8 +53,11 @@ def load_base(config: EngineConfig) -> Base:
     return Base(decoder=decoder, **vars(text))
 
 
-def load_decoder(config: EngineConfig, checkpoint: Checkpoint) -> Decoder:
+def load_decoder(config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels = REFERENCE) -> Decoder:
     """All of a checkpoint's layers, as a config wants them.
+
+    Args:
+        kernels: those that will compute with them.
 
     Raises:
         ConfigurationError, CheckpointError
@@ -62,7 +67,7 @@ def load_decoder(config: EngineConfig, checkpoint: Checkpoint) -> Decoder:
     cache = None
     if config.quantization_cache:
         cache = open_quantized_cache(checkpoint, policy, dtype=dtype, device=device)
-    return build_decoder(checkpoint, dtype=dtype, device=device, policy=policy, cache=cache)
+    return build_decoder(checkpoint, dtype=dtype, device=device, policy=policy, cache=cache, kernels=kernels)
 
 
 def load_text(checkpoint: Checkpoint, vocab_size: int) -> BaseText:

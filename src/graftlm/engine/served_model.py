@@ -10,6 +10,7 @@ from graftlm.config import EngineConfig
 from graftlm.engine.base import load_decoder
 from graftlm.engine.cache_plan import CachePlan, plan_cache
 from graftlm.engine.executor import Executor, LocalExecutor
+from graftlm.engine.load_options import choose_device
 from graftlm.engine.residency import Residency
 from graftlm.engine.span_runner import SpanRunner
 from graftlm.kernels.registry import choose_kernels
@@ -46,7 +47,8 @@ def serve_here(config: EngineConfig, checkpoint: Checkpoint, residency: Residenc
     Raises:
         ConfigurationError, CheckpointError
     """
-    decoder = load_decoder(config, checkpoint)
+    kernels = choose_kernels(choose_device(config.device))
+    decoder = load_decoder(config, checkpoint, kernels)
     plan = plan_cache(
         config,
         decoder.kv_shapes,
@@ -61,7 +63,7 @@ def serve_here(config: EngineConfig, checkpoint: Checkpoint, residency: Residenc
                 decoder,
                 num_blocks=plan.num_blocks,
                 block_size=config.block_size,
-                kernels=choose_kernels(decoder.device),
+                kernels=kernels,
             ),
             residency,
         ),

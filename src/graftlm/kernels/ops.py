@@ -3,21 +3,19 @@ and call the one that `registry` has active. Knows tensors and shapes; knows not
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from graftlm.kernels import registry
-from graftlm.kernels.reference.activation import Activation, activate, clamped_swiglu, gated_activation
-from graftlm.kernels.reference.attention import AttentionPlan, paged_attention, plan_attention
+from graftlm.kernels.kernel_set import AttentionPlan
+from graftlm.kernels.reference.activation import Activation, clamped_swiglu
 from graftlm.kernels.reference.attention_scores import AttentionScores
 from graftlm.kernels.reference.integer_product import MAX_INTEGER_COLUMNS, integer_matmul
-from graftlm.kernels.reference.kv_write import write_kv
 from graftlm.kernels.reference.lora import LoraExpand, LoraSegment, LoraUpdate
-from graftlm.kernels.reference.norm import layer_norm, rms_norm
 from graftlm.kernels.reference.packed_attention import PackedAttentionPlan, packed_attention, plan_packed_attention
 from graftlm.kernels.reference.precision import widened
-from graftlm.kernels.reference.rotary import apply_rotary
 from graftlm.kernels.reference.routing import route
 
 __all__ = [
@@ -79,3 +77,110 @@ def lora(out: Tensor, x: Tensor, segments: Iterable[LoraSegment]) -> None:
     Source: Punica, arXiv 2310.18547; rounding from peft/tuners/lora/layer.py.
     """
     registry.active().lora(out, x, segments)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Root-mean-square norm.
+
+    Semantics: x / sqrt(mean(x^2) + eps) in float32 (float64 stays), then times weight. The weight's dtype says where
+    the result is rounded: a weight in x's dtype is applied after the cast to it (Llama), a float32 weight before
+    (Gemma, OLMo-2).
+    Args: x: [..., E]. weight: [E], x's dtype or float32; None for none.
+    Returns: x's shape and dtype.
+    Source: arXiv 1910.07467; transformers' LlamaRMSNorm and GemmaRMSNorm.
+    """
+    return registry.active().rms_norm(x, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm over the last dimension.
+
+    Semantics: (x - mean(x)) / sqrt(var(x) + eps) * weight + bias.
+    Args: x: [..., E]. weight, bias: [E], x's dtype; None for none.
+    Source: arXiv 1607.06450; torch.nn.LayerNorm.
+    """
+    return registry.active().layer_norm(x, weight, bias, eps)
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """The activation of each element.
+
+    Args: x: any shape. It is used as scratch and its content is lost, unless it needs a gradient.
+    Source: GELU, arXiv 1606.08415, exact and with tanh; SiLU, arXiv 1702.03118.
+    """
+    return registry.active().activate(x, activation)
+
+
+def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
+    """The activation of the first half times the second half.
+
+    Semantics: with gate, up = the halves of the last dimension, activation(gate) * up.
+    Args: gate_up: [T, 2F], gate before up. It is used as scratch and its content is lost, unless it needs a gradient.
+    Returns: [T, F].
+    Source: arXiv 2002.05202 (SwiGLU, GEGLU).
+    """
+    return registry.active().gated_activation(gate_up, activation)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each head by its token's position, half-split layout.
+
+    Semantics: with x1, x2 = the halves of the first R dimensions: [x1*cos - x2*sin, x2*cos + x1*sin]; dimensions from R
+    on are copied (partial rotary).
+    Args: x: [T, H, D]. cos, sin: [T, 1, R/2], in x's dtype (as transformers casts them).
+    Returns: [T, H, D].
+    Source: RoFormer, arXiv 2104.09864; the half-split layout is transformers' `rotate_half`.
+    """
+    return registry.active().apply_rotary(x, cos, sin)
+
+
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """Store each token's key and value in its slot; every other slot is untouched.
+
+    Args:
+        key, value: [T, K, D].
+        key_cache, value_cache: [num_blocks, block_size, K, D].
+        slots: [T] int64; slot = block * block_size + offset, all different.
+    """
+    registry.active().write_kv(key, value, key_cache, value_cache, slots)
+
+
+def plan_attention(
+    query_lens: Sequence[int],
+    total_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    *,
+    block_size: int,
+    window: int | None = None,
+    device: torch.device,
+) -> AttentionPlan:
+    """Decide how one step's sequences are attended.
+
+    Args:
+        query_lens: new tokens of each sequence, in packed order.
+        total_lens: tokens each sequence has in the cache after this step's keys are written.
+        block_tables: block ids of each sequence; entry i holds tokens [i * block_size, (i + 1) * block_size). Entries
+            that lie wholly behind the window are not read.
+        window: a token sees this many tokens, itself included; None for all.
+
+    Returns: for `paged_attention` of the same implementation.
+    """
+    return registry.active().plan_attention(
+        query_lens, total_lens, block_tables, block_size=block_size, window=window, device=device
+    )
+
+
+def paged_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scores: AttentionScores
+) -> Tensor:
+    """Causal attention of each new token over its own sequence.
+
+    Semantics: for token t of sequence s at position p: softmax(scores(q_t . K_s[0..p])) @ V_s[0..p], or from p - window
+    + 1 on if the plan was made with a window.
+    Args:
+        query: [T, H, D]; H a multiple of K (grouped-query attention: query head h reads KV head h // (H / K)).
+        key_cache, value_cache: [num_blocks, block_size, K, D], this step's tokens already written.
+    Returns: [T, H, D].
+    Source: PagedAttention, arXiv 2309.06180; GQA, arXiv 2305.13245.
+    """
+    return registry.active().paged_attention(query, key_cache, value_cache, plan, scores)

@@ -6,35 +6,47 @@ compute side by side in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 
+from graftlm.kernels.cpu.backend import cpu_kernels
+from graftlm.kernels.cpu.library import best_library
+from graftlm.kernels.kernel_set import Kernels, PackedMatrix
+from graftlm.kernels.reference.activation import activate, gated_activation
+from graftlm.kernels.reference.attention import paged_attention, plan_attention
+from graftlm.kernels.reference.kv_write import write_kv
 from graftlm.kernels.reference.linear import grouped_matmul, linear
-from graftlm.kernels.reference.lora import LoraSegment, lora
+from graftlm.kernels.reference.lora import lora
+from graftlm.kernels.reference.norm import layer_norm, rms_norm
+from graftlm.kernels.reference.rotary import apply_rotary
+
+def keep_unpacked(matrix: Tensor) -> PackedMatrix | None:
+    """The reference has no order of its own."""
+    return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """One implementation of every operation that has more than one; each does what `ops` says under its name.
-
-    A back-end that can do some cases only (by dtype, shape or device) is the reference with some functions replaced;
-    these call the reference's for all other cases.
-
-    name: for people.
-    """
-
-    name: str
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    grouped_matmul: Callable[[Tensor, Tensor], Tensor]
-    lora: Callable[[Tensor, Tensor, Iterable[LoraSegment]], None]
-
-
-REFERENCE = Kernels(name="reference", linear=linear, grouped_matmul=grouped_matmul, lora=lora)
+REFERENCE = Kernels(
+    name="reference",
+    linear=linear,
+    grouped_matmul=grouped_matmul,
+    lora=lora,
+    rms_norm=rms_norm,
+    layer_norm=layer_norm,
+    activate=activate,
+    gated_activation=gated_activation,
+    apply_rotary=apply_rotary,
+    write_kv=write_kv,
+    plan_attention=plan_attention,
+    paged_attention=paged_attention,
+    pack=keep_unpacked,
+)
 
 _active: ContextVar[Kernels] = ContextVar("kernels", default=REFERENCE)
 
@@ -44,7 +56,8 @@ active = _active.get
 
 def choose_kernels(device: torch.device) -> Kernels:
     """The fastest there are for a device."""
-    return REFERENCE
+    library = best_library().library if device.type == "cpu" else None
+    return REFERENCE if library is None else cpu_kernels(library, REFERENCE)
 
 
 @contextmanager

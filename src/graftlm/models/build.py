@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from graftlm.checkpoint import Checkpoint
+from graftlm.kernels.kernel_set import Kernels
 from graftlm.kernels.ops import AttentionScores
+from graftlm.kernels.registry import REFERENCE
 from graftlm.layers.attention import Attention, BorrowingAttention, SelfAttention
 from graftlm.layers.block import (
     Block,
@@ -68,19 +70,21 @@ def build_decoder(
     device: torch.device,
     policy: LoadPolicy | None = None,
     cache: QuantizedCache | None = None,
+    kernels: Kernels = REFERENCE,
 ) -> Decoder:
     """Read all weights of a checkpoint and assemble its decoder.
 
     Args:
         policy: how linear layers are held; default: as they are stored.
         cache: the checkpoint's own for this policy; filled and saved where it lacks something.
+        kernels: those that will compute with the matrices; they say how these are laid out.
 
     Raises:
         ConfigurationError: the policy skips modules that are not there.
         CheckpointError: an unknown architecture, a config value that is not supported, or tensors that are missing,
             unknown or misshapen; the message lists them.
     """
-    builder = _builder(checkpoint, dtype, device, policy, cache)
+    builder = _builder(checkpoint, dtype, device, policy, cache, kernels)
     decoder = builder.decoder()
     if cache is not None:
         cache.save()
@@ -95,16 +99,17 @@ def build_span(
     dtype: torch.dtype,
     device: torch.device,
     policy: LoadPolicy | None = None,
+    kernels: Kernels = REFERENCE,
 ) -> DecoderSpan:
     """Assemble some layers of a checkpoint's decoder. All tensors are checked, and no others' weights are read.
 
     Args:
-        policy: as `build_decoder`.
+        policy, kernels: as `build_decoder`.
 
     Raises:
         CheckpointError: as `build_decoder`.
     """
-    builder = _builder(checkpoint, dtype, device, policy, None)
+    builder = _builder(checkpoint, dtype, device, policy, None, kernels)
     decoder = builder.span(span)
     builder.report()
     return decoder
@@ -116,6 +121,7 @@ def _builder(
     device: torch.device,
     policy: LoadPolicy | None,
     cache: QuantizedCache | None,
+    kernels: Kernels,
 ) -> _Builder:
     family, spec = read_spec(checkpoint)
     tensors = NamedTensors(checkpoint, family.names)
@@ -126,7 +132,7 @@ def _builder(
     policy = policy or LoadPolicy()
     modules = lay_out(spec, family.names).linear_modules()
     policy.check_skipped([family.names.embedding, *(module.path for module in modules)])
-    matrices = Matrices(stored, policy, cache, dtype=dtype, device=device)
+    matrices = Matrices(stored, policy, cache, dtype=dtype, device=device, kernels=kernels)
     return _Builder(tensors, matrices, spec, family.names, dtype, device)
 
 

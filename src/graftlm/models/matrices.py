@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from graftlm.kernels.kernel_set import Kernels
 from graftlm.models.layout import LinearLayout, ModuleLayout
 from graftlm.models.quantized_cache import QuantizedCache
 from graftlm.models.quantized_modules import QuantizedModules
 from graftlm.models.stored_weights import StoredWeights
 from graftlm.quantization import DenseWeight, StackedWeight, Weight
 from graftlm.quantization.format import Quantizer
+from graftlm.quantization.packed import dense_weight
 from graftlm.quantization.policy import LoadPolicy
 
 
@@ -20,7 +22,7 @@ class Matrices:
     """Reads one layer at a time, so that no more than one is in full precision if it is not to stay so.
 
     cache: matrices that were quantised at an earlier start; asked first, and given what it lacks.
-    dtype: the compute dtype.
+    dtype: the compute dtype. kernels: those that will compute with the matrices.
 
     quantized: what was quantised so far, by now or earlier.
     """
@@ -33,12 +35,14 @@ class Matrices:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        kernels: Kernels,
     ) -> None:
         self._stored = stored
         self._policy = policy
         self._cache = cache
         self._dtype = dtype
         self._device = device
+        self._kernels = kernels
         self.quantized = QuantizedModules()
 
     def linear(self, layout: LinearLayout) -> Weight:
@@ -56,6 +60,9 @@ class Matrices:
     def table(self, path: str, shape: tuple[int, int], *, head: LinearLayout | None) -> Weight:
         """The token table. head: the output head where that is the same matrix; it may be skipped by either name."""
         module = ModuleLayout(path=path, rows=shape[0])
+        if head is None and not self._is_kept(module):
+            # Rows of it are all that is ever read.
+            return DenseWeight(self._stack((module,), shape[1]))
         quantize = (
             head is not None
             and self._policy.quantize_head
@@ -66,7 +73,7 @@ class Matrices:
     def _weight(self, modules: Sequence[ModuleLayout], in_features: int, *, quantize: bool) -> Weight:
         quantizers = [self._policy.quantizer(module.path) if quantize else None for module in modules]
         if not any(quantizers) and not any(self._is_kept(module) for module in modules):
-            return DenseWeight(self._stack(modules, in_features))
+            return dense_weight(self._stack(modules, in_features), self._kernels)
         parts = [
             self._part(module, in_features, quantizer) for module, quantizer in zip(modules, quantizers, strict=True)
         ]
@@ -79,7 +86,7 @@ class Matrices:
         if self._is_kept(module):
             return self._stored.quantized(module, in_features, dtype=self._dtype, device=self._device)
         if quantizer is None:
-            return DenseWeight(self._stack((module,), in_features))
+            return dense_weight(self._stack((module,), in_features), self._kernels)
         cached = self._cached(module, in_features)
         if cached is not None:
             self.quantized.add(cached, is_cached=True)

@@ -36,22 +36,12 @@ _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """The activation of each element.
-
-    Args: x: any shape. It is used as scratch and its content is lost, unless it needs a gradient.
-    Source: GELU, arXiv 1606.08415, exact and with tanh; SiLU, arXiv 1702.03118.
-    """
+    """`ops.activate`. Differentiable."""
     return _FUNCTIONS[activation](x)
 
 
 def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
-    """The activation of the first half times the second half.
-
-    Semantics: with gate, up = the halves of the last dimension, activation(gate) * up.
-    Args: gate_up: [T, 2F], gate before up. It is used as scratch and its content is lost, unless it needs a gradient.
-    Returns: [T, F].
-    Source: arXiv 2002.05202 (SwiGLU, GEGLU).
-    """
+    """`ops.gated_activation`. Differentiable."""
     gate, up = gate_up.chunk(2, dim=-1)
     activated = activate(gate, activation)
     return activated * up if gate_up.requires_grad else activated.mul_(up)

@@ -64,15 +64,7 @@ def plan_attention(
     window: int | None = None,
     device: torch.device,
 ) -> AttentionPlan:
-    """Decide how one step's sequences are attended.
-
-    Args:
-        query_lens: new tokens of each sequence, in packed order.
-        total_lens: tokens each sequence has in the cache after this step's keys are written.
-        block_tables: block ids of each sequence; entry i holds tokens [i * block_size, (i + 1) * block_size). Entries
-            that lie wholly behind the window are not read.
-        window: a token sees this many tokens, itself included; None for all.
-    """
+    """`ops.plan_attention`."""
     prefills: list[PrefillSequence] = []
     groups: dict[int, list[_Decode]] = {}
     start = 0
@@ -130,16 +122,7 @@ def _decode_group(members: list[_Decode], num_rows: int, block_size: int, device
 def paged_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: AttentionPlan, scores: AttentionScores
 ) -> Tensor:
-    """Causal attention of each new token over its own sequence.
-
-    Semantics: for token t of sequence s at position p: softmax(scores(q_t . K_s[0..p])) @ V_s[0..p], or from p - window
-    + 1 on if the plan was made with a window.
-    Args:
-        query: [T, H, D]; H a multiple of K (grouped-query attention: query head h reads KV head h // (H / K)).
-        key_cache, value_cache: [num_blocks, block_size, K, D], this step's tokens already written.
-    Returns: [T, H, D].
-    Source: PagedAttention, arXiv 2309.06180; GQA, arXiv 2305.13245.
-    """
+    """`ops.paged_attention`."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for group in plan.decodes:
         attended = _attend_decodes(query, key_cache, value_cache, group, scores)

@@ -23,7 +23,7 @@ class LoraExpand:
     rank_stop: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LoraUpdate:
     """What one adapter adds to one layer. shrink: [in, R], the As of all its expands side by side, transposed."""
 

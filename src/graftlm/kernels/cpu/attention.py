@@ -1,0 +1,169 @@
+"""Paged attention in C++."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graftlm.kernels.cpu.calls import DTYPE_CODES, address, takes
+from graftlm.kernels.cpu.library import Library
+from graftlm.kernels.reference import attention as reference
+from graftlm.kernels.reference import kv_write
+from graftlm.kernels.reference.attention_scores import AttentionScores
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "block_size",
+            "window",
+            "query_row_stride",
+            "query_head_stride",
+        )
+    ]
+
+
+class _Scores(ctypes.Structure):
+    _fields_ = [
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("slope_factor", ctypes.c_float),
+        ("slope_dtype", ctypes.c_int32),
+        ("slopes", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedPlan:
+    """What `plan_attention` was asked, as the library wants it.
+
+    sequences: int64 [S, 5], csrc's `Sequence`. tables: int64, the block tables one after the other, which the last
+    column points into.
+    """
+
+    query_lens: Sequence[int]
+    total_lens: Sequence[int]
+    block_tables: Sequence[Sequence[int]]
+    block_size: int
+    window: int | None
+    device: torch.device
+    sequences: np.ndarray
+    tables: np.ndarray
+
+    @cached_property
+    def reference(self) -> reference.AttentionPlan:
+        """For what the library does not take."""
+        return reference.plan_attention(
+            self.query_lens,
+            self.total_lens,
+            self.block_tables,
+            block_size=self.block_size,
+            window=self.window,
+            device=self.device,
+        )
+
+
+class AttentionKernels:
+    """The methods do what `ops` says under their names.
+
+    by_position: positions that come together are attended as they would be alone, to the bit.
+    """
+
+    def __init__(self, library: Library, *, by_position: bool) -> None:
+        self._library = library
+        self._by_position = by_position
+
+    def plan_attention(
+        self,
+        query_lens: Sequence[int],
+        total_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        *,
+        block_size: int,
+        window: int | None = None,
+        device: torch.device,
+    ) -> PagedPlan:
+        count = len(query_lens)
+        tables = np.concatenate([np.asarray(table, dtype=np.int64) for table in block_tables])
+        lengths = np.array([len(table) for table in block_tables], dtype=np.int64)
+        sequences = np.zeros((count, 5), dtype=np.int64)
+        sequences[:, 1] = query_lens
+        sequences[1:, 0] = np.cumsum(sequences[:-1, 1])
+        sequences[:, 2] = total_lens
+        sequences[:, 4] = tables.ctypes.data + (np.cumsum(lengths) - lengths) * tables.itemsize
+        if window is not None:
+            oldest = np.maximum(sequences[:, 2] - sequences[:, 1] + 1 - window, 0)
+            sequences[:, 3] = oldest // block_size
+            sequences[:, 4] += sequences[:, 3] * tables.itemsize
+        return PagedPlan(
+            query_lens=query_lens,
+            total_lens=total_lens,
+            block_tables=block_tables,
+            block_size=block_size,
+            window=window,
+            device=device,
+            sequences=sequences,
+            tables=tables,
+        )
+
+    def paged_attention(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: PagedPlan, scores: AttentionScores
+    ) -> Tensor:
+        if not takes(query, key_cache, value_cache) or query.stride(2) != 1:
+            return reference.paged_attention(query, key_cache, value_cache, plan.reference, scores)
+        tokens, heads, head_dim = query.shape
+        out = torch.empty((tokens, heads, head_dim), dtype=query.dtype)
+        shape = _Shape(
+            heads, key_cache.shape[2], head_dim, plan.block_size, plan.window or 0, query.stride(0), query.stride(1)
+        )
+        slopes = None if scores.slopes is None else scores.slopes.float()
+        sinks = None if scores.sinks is None else scores.sinks.float()
+        how = _Scores(
+            scores.scale,
+            scores.softcap or 0.0,
+            scores.slope_factor,
+            0 if scores.slopes is None else DTYPE_CODES[scores.slopes.dtype],
+            address(slopes),
+            address(sinks),
+        )
+        self._library.paged_attention(
+            out.data_ptr(),
+            query.data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            plan.sequences.ctypes.data,
+            len(plan.sequences),
+            ctypes.addressof(shape),
+            ctypes.addressof(how),
+            DTYPE_CODES[query.dtype],
+            self._by_position,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+        if not takes(key, value, key_cache, value_cache) or key.stride(2) != 1 or value.stride(2) != 1:
+            return kv_write.write_kv(key, value, key_cache, value_cache, slots)
+        for rows, cache in ((key, key_cache), (value, value_cache)):
+            self._library.write_kv(
+                cache.data_ptr(),
+                rows.data_ptr(),
+                slots.data_ptr(),
+                DTYPE_CODES[rows.dtype],
+                *rows.shape,
+                rows.stride(0),
+                rows.stride(1),
+                torch.get_num_threads(),
+            )
+        return None

@@ -1,0 +1,39 @@
+"""The C++ functions as an implementation of the operations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from graftlm.kernels.cpu.attention import AttentionKernels
+from graftlm.kernels.cpu.calls import takes
+from graftlm.kernels.cpu.elementwise import ElementwiseKernels
+from graftlm.kernels.cpu.library import Library
+from graftlm.kernels.cpu.lora import LoraKernels
+from graftlm.kernels.cpu.packed_matrix import PackedMatrix
+from graftlm.kernels.kernel_set import Kernels
+
+
+def cpu_kernels(library: Library, rest: Kernels) -> Kernels:
+    """rest: does what the library has no function for."""
+    elementwise = ElementwiseKernels(library)
+    attention = AttentionKernels(library, by_position=False)
+
+    def pack(matrix: Tensor) -> PackedMatrix | None:
+        return PackedMatrix(library, matrix) if takes(matrix) and matrix.is_contiguous() else None
+
+    return replace(
+        rest,
+        name=f"C++ ({library.level})",
+        lora=LoraKernels(library).lora,
+        rms_norm=elementwise.rms_norm,
+        layer_norm=elementwise.layer_norm,
+        activate=elementwise.activate,
+        gated_activation=elementwise.gated_activation,
+        apply_rotary=elementwise.apply_rotary,
+        write_kv=attention.write_kv,
+        plan_attention=attention.plan_attention,
+        paged_attention=attention.paged_attention,
+        pack=pack,
+    )

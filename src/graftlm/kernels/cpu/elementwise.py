@@ -1,0 +1,108 @@
+"""Norms, activations and rotary positions in C++; what it does not take, the reference does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graftlm.kernels.cpu.calls import DTYPE_CODES, address, takes
+from graftlm.kernels.cpu.library import Library
+from graftlm.kernels.reference import activation as reference_activation
+from graftlm.kernels.reference import norm as reference_norm
+from graftlm.kernels.reference import rotary as reference_rotary
+from graftlm.kernels.reference.activation import Activation
+
+_ACTIVATION_CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu": 2}
+
+
+class ElementwiseKernels:
+    """Operations in which every row is by itself. The methods do what `ops` says under their names."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        if not takes(x) or not x.is_contiguous() or (weight is not None and weight.dtype not in DTYPE_CODES):
+            return reference_norm.rms_norm(x, weight, eps)
+        out = torch.empty_like(x)
+        columns = x.shape[-1]
+        self._library.rms_norm(
+            out.data_ptr(),
+            x.data_ptr(),
+            address(weight),
+            DTYPE_CODES[x.dtype],
+            0 if weight is None else DTYPE_CODES[weight.dtype],
+            x.numel() // columns,
+            columns,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        if not takes(x, *(tensor for tensor in (weight, bias) if tensor is not None)) or not x.is_contiguous():
+            return reference_norm.layer_norm(x, weight, bias, eps)
+        out = torch.empty_like(x)
+        columns = x.shape[-1]
+        self._library.layer_norm(
+            out.data_ptr(),
+            x.data_ptr(),
+            address(weight),
+            address(bias),
+            DTYPE_CODES[x.dtype],
+            x.numel() // columns,
+            columns,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        if not takes(x) or not x.is_contiguous() or activation not in _ACTIVATION_CODES:
+            return reference_activation.activate(x, activation)
+        self._library.activate(
+            x.data_ptr(),
+            x.data_ptr(),
+            DTYPE_CODES[x.dtype],
+            _ACTIVATION_CODES[activation],
+            x.numel(),
+            torch.get_num_threads(),
+        )
+        return x
+
+    def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        if not takes(gate_up) or not gate_up.is_contiguous() or activation not in _ACTIVATION_CODES:
+            return reference_activation.gated_activation(gate_up, activation)
+        rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((rows, columns), dtype=gate_up.dtype)
+        self._library.gated_activation(
+            out.data_ptr(),
+            gate_up.data_ptr(),
+            DTYPE_CODES[gate_up.dtype],
+            _ACTIVATION_CODES[activation],
+            rows,
+            columns,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def apply_rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if not takes(x, cos, sin) or x.stride(2) != 1 or not (cos.is_contiguous() and sin.is_contiguous()):
+            return reference_rotary.apply_rotary(x, cos, sin)
+        tokens, heads, head_dim = x.shape
+        out = torch.empty((tokens, heads, head_dim), dtype=x.dtype)
+        self._library.apply_rotary(
+            out.data_ptr(),
+            x.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            DTYPE_CODES[x.dtype],
+            tokens,
+            heads,
+            head_dim,
+            cos.shape[-1],
+            x.stride(0),
+            x.stride(1),
+            torch.get_num_threads(),
+        )
+        return out

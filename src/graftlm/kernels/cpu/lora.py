@@ -1,0 +1,69 @@
+"""Low-rank updates in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graftlm.kernels.cpu.calls import DTYPE_CODES, takes
+from graftlm.kernels.cpu.library import Library
+from graftlm.kernels.reference.lora import LoraSegment, LoraUpdate, lora
+
+
+class LoraKernels:
+    """The method does what `ops` says under its name."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        # What the library reads of an update: the addresses stay as long as its tensors do. None: it does not take it.
+        self._updates: WeakKeyDictionary[LoraUpdate, np.ndarray | None] = WeakKeyDictionary()
+
+    def lora(self, out: Tensor, x: Tensor, segments: Iterable[LoraSegment]) -> None:
+        segments = tuple(segments)
+        updates = [self._update(segment.update) for segment in segments]
+        if not takes(out) or not takes(x) or x.stride(1) != 1 or out.stride(1) != 1 or any(update is None for update in updates):
+            return lora(out, x, segments)
+        table = np.array(
+            [
+                (segment.start, segment.stop, update.ctypes.data)
+                for segment, update in zip(segments, updates, strict=True)
+                if update is not None
+            ],
+            dtype=np.int64,
+        )
+        self._library.lora(
+            out.data_ptr(),
+            x.data_ptr(),
+            table.ctypes.data,
+            len(table),
+            DTYPE_CODES[out.dtype],
+            DTYPE_CODES[x.dtype],
+            x.shape[1],
+            out.shape[1],
+            x.stride(0),
+            out.stride(0),
+            torch.get_num_threads(),
+        )
+        return None
+
+    def _update(self, update: LoraUpdate) -> np.ndarray | None:
+        """csrc's `Update` with its `Expand`s, as int64."""
+        if update not in self._updates:
+            self._updates[update] = _described(update)
+        return self._updates[update]
+
+
+def _described(update: LoraUpdate) -> np.ndarray | None:
+    matrices = [update.shrink, *(expand.matrix for expand in update.expands)]
+    if not takes(*matrices) or any(matrix.stride(1) != 1 for matrix in matrices):
+        return None
+    shrink = update.shrink
+    fields = [shrink.data_ptr(), shrink.stride(0), shrink.shape[1], DTYPE_CODES[shrink.dtype], len(update.expands)]
+    for expand in update.expands:
+        fields += [expand.matrix.data_ptr(), expand.matrix.stride(0)]
+        fields += [expand.out_start, expand.out_stop, expand.rank_start, expand.rank_stop]
+    return np.array(fields, dtype=np.int64)

@@ -1,0 +1,79 @@
+"""What an implementation of the operations consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from graftlm.kernels.reference.activation import Activation
+from graftlm.kernels.reference.attention_scores import AttentionScores
+from graftlm.kernels.reference.lora import LoraSegment
+
+# How one step's sequences are attended: whatever an implementation makes for itself.
+AttentionPlan = Any
+
+
+class PackedMatrix(Protocol):
+    """A matrix [out, in] in an order of an implementation's own."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """As `ops.linear`."""
+        ...
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The matrix's rows. ids: int64 [T] -> [T, in]."""
+        ...
+
+
+class PlanAttention(Protocol):
+    """`ops.plan_attention`."""
+
+    def __call__(
+        self,
+        query_lens: Sequence[int],
+        total_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        *,
+        block_size: int,
+        window: int | None = None,
+        device: torch.device,
+    ) -> AttentionPlan: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """One implementation of every operation that has more than one; each does what `ops` says under its name.
+
+    A back-end that can do some cases only (by dtype, shape or device) is the reference with some functions replaced;
+    these call the reference's for all other cases.
+
+    name: for people.
+    pack: lay out a matrix [out, in] for good, or None where it is best left as it is.
+    """
+
+    name: str
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    grouped_matmul: Callable[[Tensor, Tensor], Tensor]
+    lora: Callable[[Tensor, Tensor, Iterable[LoraSegment]], None]
+    rms_norm: Callable[[Tensor, Tensor | None, float], Tensor]
+    layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
+    activate: Callable[[Tensor, Activation], Tensor]
+    gated_activation: Callable[[Tensor, Activation], Tensor]
+    apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
+    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    plan_attention: PlanAttention
+    paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionPlan, AttentionScores], Tensor]
+    pack: Callable[[Tensor], PackedMatrix | None]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from graftlm.kernels import ops
-from graftlm.kernels.registry import REFERENCE, Kernels, using
+from graftlm.kernels.kernel_set import Kernels
+from graftlm.kernels.registry import REFERENCE, using
 
 
 def zeros(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -11,7 +11,8 @@ from graftlm.adapters import AdapterWeights
 from graftlm.engine.batch_builder import build_batch, build_key_values
 from graftlm.engine.block_pool import BlockId
 from graftlm.engine.scheduler import ScheduledSequence
-from graftlm.kernels.registry import Kernels, using
+from graftlm.kernels.kernel_set import Kernels
+from graftlm.kernels.registry import using
 from graftlm.layers.kv_cache import KVCache
 from graftlm.models.decoder import DecoderSpan
 

@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +23,7 @@ from graftlm.kernels.reference.linear import grouped_matmul, linear
 from graftlm.kernels.reference.lora import lora
 from graftlm.kernels.reference.norm import layer_norm, rms_norm
 from graftlm.kernels.reference.rotary import apply_rotary
+
 
 def keep_unpacked(matrix: Tensor) -> PackedMatrix | None:
     """The reference has no order of its own."""

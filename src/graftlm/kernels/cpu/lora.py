@@ -25,13 +25,18 @@ class LoraKernels:
     def lora(self, out: Tensor, x: Tensor, segments: Iterable[LoraSegment]) -> None:
         segments = tuple(segments)
         updates = [self._update(segment.update) for segment in segments]
-        if not takes(out) or not takes(x) or x.stride(1) != 1 or out.stride(1) != 1 or any(update is None for update in updates):
+        if (
+            not takes(out)
+            or not takes(x)
+            or x.stride(1) != 1
+            or out.stride(1) != 1
+            or any(update is None for update in updates)
+        ):
             return lora(out, x, segments)
         table = np.array(
             [
                 (segment.start, segment.stop, update.ctypes.data)
                 for segment, update in zip(segments, updates, strict=True)
-                if update is not None
             ],
             dtype=np.int64,
         )

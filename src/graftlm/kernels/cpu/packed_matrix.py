@@ -25,9 +25,7 @@ class PackedMatrix:
         self._code = DTYPE_CODES[matrix.dtype]
         self._packed = torch.empty(library.packed_size(self._code, rows, columns), dtype=matrix.dtype)
         library.advise_huge_pages(self._packed.data_ptr(), self._packed.nbytes)
-        library.pack(
-            self._packed.data_ptr(), matrix.data_ptr(), self._code, rows, columns, torch.get_num_threads()
-        )
+        library.pack(self._packed.data_ptr(), matrix.data_ptr(), self._code, rows, columns, torch.get_num_threads())
 
     @property
     def num_bytes(self) -> int:

@@ -24,14 +24,8 @@ class LoraKernels:
 
     def lora(self, out: Tensor, x: Tensor, segments: Iterable[LoraSegment]) -> None:
         segments = tuple(segments)
-        updates = [self._update(segment.update) for segment in segments]
-        if (
-            not takes(out)
-            or not takes(x)
-            or x.stride(1) != 1
-            or out.stride(1) != 1
-            or any(update is None for update in updates)
-        ):
+        updates = [update for segment in segments if (update := self._update(segment.update)) is not None]
+        if len(updates) < len(segments) or not (takes(out) and takes(x) and x.stride(1) == out.stride(1) == 1):
             return lora(out, x, segments)
         table = np.array(
             [

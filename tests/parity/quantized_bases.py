@@ -84,6 +84,9 @@ def with_matrices(base: Path, folder: Path, matrices: dict[str, Tensor]) -> Path
     return folder
 
 
+# What the linear modules of Llama, Gemma and GPTBigCode are called.
+LINEAR_WEIGHTS = ("proj.weight", "c_attn.weight", "c_fc.weight")
+
 # Path and original matrix of a module -> the tensors that store it, and what they stand for.
 Pack = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]
 
@@ -93,7 +96,7 @@ def packed_base(base: Path, folder: Path, pack: Pack, *, config: dict[str, Any],
     tensors = load_file(base / "model.safetensors")
     matrices: dict[str, Tensor] = {}
     for name in sorted(tensors):
-        if name.endswith("proj.weight") or (head and name == "lm_head.weight"):
+        if name.endswith(LINEAR_WEIGHTS) or (head and name == "lm_head.weight"):
             stored, matrices[name] = pack(name.removesuffix(".weight"), tensors.pop(name))
             tensors |= stored
     shutil.copytree(base, folder / "quantized")

@@ -12,7 +12,10 @@ import torch
 from transformers import BitsAndBytesConfig
 
 from graftlm import LLM
+from graftlm.checkpoint import open_checkpoint
 from graftlm.errors import ConfigurationError
+from graftlm.models.quantized_export import export_quantized
+from graftlm.quantization.written import written_format
 from tests.parity.oracle import LOUD, Oracle, assert_close, count_ties, greedy, make_even_adapter, prompt_of
 from tests.parity.quantized_bases import FORMATS, NF4_DOUBLE, WITH_HEAD, bitsandbytes_base, open_with_bitsandbytes
 from tests.tiny import make_llama
@@ -171,3 +174,10 @@ def test_a_config_that_promises_what_the_tensors_lack_is_logged(
         logits = load(folder).logits(PROMPT)
     assert torch.equal(logits, load(base).logits(PROMPT))
     assert "no module of it is quantised" in caplog.text
+    # The tensors win: what is not quantised can be, to anything, and by the command as well.
+    for quantization in ("nf4-double", "int8"):
+        quantised = load(base, quantization=quantization).logits(PROMPT)
+        assert torch.equal(load(folder, quantization=quantization).logits(PROMPT), quantised)
+        assert (quantised - logits).abs().max() > LOUD
+    export_quantized(open_checkpoint(folder), tmp_path / "written", written_format("int8"))
+    assert torch.equal(load(tmp_path / "written").logits(PROMPT), quantised)

@@ -27,7 +27,7 @@ def read(tensors: dict[str, Tensor], shape: tuple[int, int], dtype: torch.dtype 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-@pytest.mark.parametrize("block_size", [64, 256, 1024])
+@pytest.mark.parametrize("block_size", [64, 128, 256, 512, 1024])
 def test_dequantising_equals_bitsandbytes_bit_for_bit(
     block_size: int, quant_type: str, double: bool, dtype: torch.dtype
 ) -> None:

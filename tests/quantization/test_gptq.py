@@ -152,6 +152,24 @@ def test_the_tensors_win_over_the_config_and_it_is_told_once(caplog: pytest.LogC
     assert sorted(told) == ["bits", "group_size"]
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("group_size", 32), ("group_size", -1), ("desc_act", False), ("sym", True), ("lm_head", False)],
+)
+def test_act_order_zero_points_and_a_quantised_head_win_too(
+    setting: str, value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed = random_integers(group_size=16, shuffled=True)
+    agreeing = {**CONFIG, "desc_act": True, "lm_head": True}
+    for config, told in ((agreeing, []), ({**agreeing, setting: value}, [setting])):
+        with caplog.at_level(logging.WARNING):
+            weight = GPTQFormat(config).read(
+                MemoryTensors(packed.gptq("lm_head")), "lm_head", shape=packed.shape, dtype=torch.float32, device=CPU
+            )
+        assert torch.equal(weight.dequantize(), packed.expected())
+        assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == told
+
+
 def test_dynamic_rules_set_the_sizes_of_the_modules_they_match(caplog: pytest.LogCaptureFixture) -> None:
     rules = {
         r"-:.*\.gate_proj": {},

@@ -7,6 +7,7 @@ import torch
 from graftlm.checkpoint import Checkpoint
 from graftlm.config import EngineConfig
 from graftlm.errors import CheckpointError, ConfigurationError
+from graftlm.models.stored_weights import stored_quantization
 from graftlm.quantization.policy import LoadPolicy, choose_policy
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,10 +49,14 @@ def choose_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
 
 
 def load_policy(config: EngineConfig, checkpoint: Checkpoint) -> LoadPolicy:
-    """Raises ConfigurationError: the checkpoint is already quantised, and not so."""
+    """
+    Raises:
+        ConfigurationError: the checkpoint is already quantised, and not so.
+        CheckpointError: it is quantised in a way that is not read.
+    """
     return choose_policy(
         config.quantization,
-        stored=checkpoint.quantization_config,
+        stored=stored_quantization(checkpoint),
         quantize_head=config.quantize_head,
         skipped=config.quantize_skip,
         requantize=config.requantize,

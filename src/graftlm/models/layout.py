@@ -154,6 +154,13 @@ class ModelLayout:
         for linear in (*self.linears(), self.head):
             yield from linear.modules
 
+    def matrices(self) -> Iterator[tuple[ModuleLayout, int]]:
+        """Whatever a checkpoint may store quantised: the tables and every linear module, with the inputs of each."""
+        for path, (rows, columns) in self.tables.items():
+            yield ModuleLayout(path=path, rows=rows), columns
+        for linear in (*self.linears(), self.head):
+            yield from ((module, linear.in_features) for module in linear.modules)
+
     def norms(self) -> Iterator[NormLayout]:
         """All norms, in model order."""
         if self.embedding_norm is not None:

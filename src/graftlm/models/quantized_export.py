@@ -16,7 +16,7 @@ from graftlm.models.export import accompanying_files, check_empty, write_model_f
 from graftlm.models.layout import ModelLayout, ModuleLayout, lay_out
 from graftlm.models.read import read_spec
 from graftlm.models.spec import NameMap
-from graftlm.models.stored_weights import StoredWeights
+from graftlm.models.stored_weights import StoredWeights, stored_quantization
 from graftlm.models.tensors import NamedTensors, check_tensors, expected_shapes, has_tied_head
 from graftlm.quantization.policy import LoadPolicy
 from graftlm.quantization.written import WrittenFormat
@@ -66,7 +66,7 @@ def export_quantized(
         replaced |= _own_tensors(tensors, stored, module.path)
         for part, tensor in written.quantizer(module.path).quantize(matrix, dtype=dtype).stored_tensors().items():
             pending.append(PendingTensor.of(f"{tensors.stored_path(module.path)}.{part}", tensor))
-    for module, in_features in _all_modules(layout):
+    for module, in_features in layout.matrices():
         if stored.is_quantized(module.path) and not (own := _own_tensors(tensors, stored, module.path)) <= replaced:
             matrix = stored.full(module, in_features, dtype=dtype, device=torch.device("cpu"))
             matrix = matrix.t() if module.transposed else matrix
@@ -84,19 +84,20 @@ def check_quantizable(source: Checkpoint, folder: Path, *, requantize: bool = Fa
     """Raise before any work is done, if `export_quantized` would for a reason that shows at once.
 
     Raises:
-        ConfigurationError
+        CheckpointError, ConfigurationError
     """
-    if source.quantization_config is not None and not requantize:
+    stored = stored_quantization(source)
+    if stored is not None and not requantize:
         raise ConfigurationError(
             "the model is quantised already",
-            got=source.quantization_config.get("quant_method"),
+            got=stored.get("quant_method"),
             do="take the model it was quantised from, or add requantize, and both errors add up",
         )
     check_empty(folder)
 
 
 def _check(tensors: NamedTensors, stored: StoredWeights, layout: ModelLayout, names: NameMap, *, tied: bool) -> None:
-    quantized = [module.path for module, _ in _all_modules(layout) if stored.is_quantized(module.path)]
+    quantized = [module.path for module, _ in layout.matrices() if stored.is_quantized(module.path)]
     matrices = {f"{path}.weight" for path in quantized}
     shapes = expected_shapes(layout, tied_head=has_tied_head(tensors, names, tied=tied))
     check_tensors(
@@ -112,14 +113,6 @@ def _own_tensors(tensors: NamedTensors, stored: StoredWeights, path: str) -> fro
     if stored.is_quantized(path):
         return stored.tensor_names(path)
     return frozenset({tensors.stored_name(f"{path}.weight")})
-
-
-def _all_modules(layout: ModelLayout) -> Iterator[tuple[ModuleLayout, int]]:
-    """Whatever may be quantised in `source`: every linear module and the tables, with their inputs."""
-    for path, (rows, columns) in layout.tables.items():
-        yield ModuleLayout(path=path, rows=rows), columns
-    for linear in (*layout.linears(), layout.head):
-        yield from ((module, linear.in_features) for module in linear.modules)
 
 
 def _files(source: Checkpoint, scratch: Path) -> dict[str, Path]:

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from graftlm.models.layout import ModuleLayout
+from graftlm.checkpoint import Checkpoint
+from graftlm.models.layout import ModuleLayout, lay_out
+from graftlm.models.read import read_spec
 from graftlm.models.tensors import NamedTensors
 from graftlm.quantization import Weight
 from graftlm.quantization.methods import read_quantization_config
+
+
+def stored_quantization(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """A checkpoint's `quantization_config`; None where it has none, or promises what the tensors lack: they count.
+
+    Raises:
+        CheckpointError: the model is not supported, or a value in the config is refused.
+    """
+    if checkpoint.quantization_config is None:
+        return None
+    family, spec = read_spec(checkpoint)
+    stored = StoredWeights(NamedTensors(checkpoint, family.names))
+    modules = lay_out(spec, family.names).matrices()
+    return checkpoint.quantization_config if any(stored.is_quantized(module.path) for module, _ in modules) else None
 
 
 class StoredWeights:

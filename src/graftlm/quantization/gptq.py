@@ -27,28 +27,31 @@ from graftlm.quantization.stored_module import StoredModule, present_names
 # What a stored zero point lacks.
 ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HEAD = "lm_head"
 SKIP, OVERRIDE = "-:", "+:"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTQSettings:
-    """What the config says about a module. Sizes are None where it is silent."""
+    """What the config says about a module. Sizes are None where it is silent. in_order: that it has no act-order."""
 
     bits: int | None
     group_size: int | None
     symmetric: bool
+    in_order: bool
 
     @classmethod
     def read(cls, settings: Settings, default: GPTQSettings | None = None) -> GPTQSettings:
         bits = settings.integer("bits", allowed=BITS)
         group_size = settings.group_size("group_size")
-        symmetric = settings.flag("sym")
+        symmetric, act_order = settings.flag("sym"), settings.flag("desc_act")
         if default is None:
-            return cls(bits=bits, group_size=group_size, symmetric=bool(symmetric))
+            return cls(bits=bits, group_size=group_size, symmetric=bool(symmetric), in_order=act_order is False)
         return cls(
             bits=default.bits if bits is None else bits,
             group_size=default.group_size if group_size is None else group_size,
             symmetric=default.symmetric if symmetric is None else symmetric,
+            in_order=default.in_order if act_order is None else not act_order,
         )
 
 
@@ -78,6 +81,7 @@ class GPTQFormat:
         self._zero_offset = ZERO_OFFSETS[checkpoint_format or "gptq"]
         self._default = GPTQSettings.read(settings)
         self._rules = [_rule(key, value, self._default) for key, value in _dynamic(settings).items()]
+        self._plain_head = settings.flag("lm_head") is False
         self._disagreements = Disagreements()
 
     def stores(self, tensors: StoredTensors, path: str) -> bool:
@@ -113,6 +117,10 @@ class GPTQFormat:
             group_size=settings.group_size,
             disagreements=self._disagreements,
         )
+        if settings.in_order and groups.index is not None:
+            self._disagreements.tell("desc_act", path, config=False, tensors="groups in activation order")
+        if self._plain_head and path == HEAD:
+            self._disagreements.tell("lm_head", path, config=False, tensors="quantised")
         return GroupedIntegers(
             codes=PackedCodes.from_words(words.T, columns, bits),
             scale=scales.T.contiguous(),
@@ -149,7 +157,10 @@ class GPTQFormat:
         codes = stored.unpack()
         middle = 1 << (stored.bits - 1)
         offset = self._zero_offset
-        if symmetric and bool((codes == codes[0, 0]).all()) and int(codes[0, 0]) in (middle, middle - 1):
+        is_middle = bool((codes == codes[0, 0]).all()) and int(codes[0, 0]) in (middle, middle - 1)
+        if symmetric and not is_middle:
+            self._disagreements.tell("sym", module.path, config=True, tensors="zero points that are not the middle")
+        elif symmetric:
             offset = middle - int(codes[0, 0])
             if offset != self._zero_offset:
                 names = {value: name for name, value in ZERO_OFFSETS.items()}

@@ -93,8 +93,7 @@ def read_column_groups(
             disagreements=disagreements,
         )
     size = max(1, int((index == 0).sum()))
-    if not torch.equal(index, torch.arange(columns, dtype=torch.int32, device=index.device) // size):
-        return ColumnGroups(columns=columns, size=-(-columns // num_groups), index=index)
+    in_order = torch.equal(index, torch.arange(columns, dtype=torch.int32, device=index.device) // size)
     if group_size is not None and size != (columns if group_size == -1 else min(group_size, columns)):
         disagreements.tell("group_size", module.path, config=group_size, tensors=size)
-    return ColumnGroups(columns=columns, size=size)
+    return ColumnGroups(columns=columns, size=size, index=None if in_order else index)

@@ -71,7 +71,7 @@ def choose_policy(
 
     Args:
         quantization, quantize_head, requantize: as in `EngineConfig`. skipped: its quantize_skip.
-        stored: the checkpoint's `quantization_config`.
+        stored: the checkpoint's `quantization_config`; None where nothing in it is quantised.
 
     Raises:
         ConfigurationError: the checkpoint is already quantised, and not so.

@@ -21,7 +21,7 @@ class InputQuantizer(Protocol):
 
     @property
     def description(self) -> str:
-        """For people, after "int8 inputs"."""
+        """For people, such as "static"."""
         ...
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,7 +48,7 @@ class StaticInputs:
 
     @property
     def description(self) -> str:
-        return "static scale"
+        return "static"
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # Codes cannot say NaN, and a model that has lost its way must not look sane.
@@ -73,7 +73,7 @@ class TokenInputs:
 
     @property
     def description(self) -> str:
-        return "a scale per token"
+        return "per token"
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scale = x.float().abs().amax(dim=1, keepdim=True) / ((HIGHEST - LOWEST) / 2)

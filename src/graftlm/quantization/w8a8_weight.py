@@ -38,7 +38,7 @@ class W8A8Weight(RowWeight):
 
     @property
     def format(self) -> str:
-        return f"int8, one scale per row; int8 inputs, {self.inputs.description}"
+        return f"w8a8, {self.inputs.description}"
 
     @property
     def device(self) -> torch.device:

@@ -99,7 +99,7 @@ SPLITS: Mapping[str, Split] = {
     "dbrx": Split(pre_tokenizer=_words(LLAMA3_WORDS)),
     "smaug-bpe": Split(pre_tokenizer=_words(LLAMA3_WORDS)),
     "tekken": TEKKEN,
-    "gpt-4o": Split(pre_tokenizer=_words(GPT4O_WORDS)),
+    "gpt-4o": Split(pre_tokenizer=_words(GPT4O_WORDS), ignore_merges=True),
     "llama4": Split(pre_tokenizer=_words(GPT4O_WORDS)),
     "qwen2": Split(pre_tokenizer=_words(QWEN2_WORDS), composed=True),
     "deepseek-r1-qwen": Split(pre_tokenizer=_words(QWEN2_WORDS)),

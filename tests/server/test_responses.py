@@ -114,9 +114,13 @@ INCLUDED = "message.output_text.logprobs"
 
 def test_a_step_that_fails_is_the_last_event(files: Files) -> None:
     llm = AsyncLLM(files.base, name="tiny", kv_cache_bytes=1 << 20)
-    with serving(llm) as live, breaking(llm, RuntimeError("a secret of the inside")):
-        events = list(live.openai.responses.create(model="tiny", input="x", stream=True))
-    last: Any = events[-1]
+    with serving(llm) as live, stepwise(llm) as permit_step:
+        permit_step()
+        events = iter(live.openai.responses.create(model="tiny", input="x", stream=True))
+        assert next(events).type == "response.created"
+        with breaking(llm, RuntimeError("a secret of the inside")):
+            permit_step()
+            last: Any = list(events)[-1]
     assert last.type == "response.failed"
     assert last.response.status == "failed"
     assert "the engine failed" in last.response.error.message

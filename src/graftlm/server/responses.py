@@ -18,7 +18,7 @@ from graftlm.server.errors import error_reply, log_failure
 from graftlm.server.logprobs import chat_logprobs
 from graftlm.server.replies import TokenCount
 from graftlm.server.schemas import ResponseRequest
-from graftlm.server.streaming import EventStream, collect, merged, submit, typed_events
+from graftlm.server.streaming import EventStream, begun, collect, submit, typed_events
 
 
 def response_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRouter:
@@ -34,7 +34,8 @@ def response_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRoute
         streams = await submit(request, llm, [list(prompt_token_ids)], params, adapter=adapter, timeout=timeout)
         writer = ResponseWriter(body)
         if body.stream:
-            return EventStream(writer.events(merged(streams), request), streams, request, encode=typed_events)
+            deltas = await begun(request, streams)
+            return EventStream(writer.events(deltas, request), streams, request, encode=typed_events)
         [output] = await collect(request, streams)
         return JSONResponse(writer.ended(output))
 

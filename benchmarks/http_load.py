@@ -1,0 +1,181 @@
+"""Does the server hold under load, and what does it spend beside the model?
+
+Streaming clients in a process of their own ask eight adapters the same few things again and again; each answer is
+compared with the one that the same request gets alone. Processor time of the server's process is split into the model's
+(the forward pass), the sampler's, and all the rest: scheduling, detokenising, JSON, HTTP, the event loop. Torch runs on
+one thread, so that the time of the engine's thread is all of the model's. With --tiny a random model takes the real
+one's place, beside which nothing is cheap.
+
+    python benchmarks/http_load.py [--requests 1000] [--clients 50] [--tokens 16] [--tiny]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from mixed_adapters import write_adapters
+
+from graftlm import AsyncLLM
+from graftlm.demo import demo_model
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.engine.rig import core
+from tests.server.live_server import LiveServer, serving
+from tests.tiny import make_adapter, make_llama
+
+NUM_ADAPTERS = 8
+PROMPTS = ("The capital of France is", "Once upon a time there was a", "To boil an egg, you first")
+TARGET_SHARE = 0.15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What the clients do: `order` says which body each request sends."""
+
+    url: str
+    bodies: Sequence[dict[str, Any]]
+    order: Sequence[int]
+    num_clients: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """texts: of each request in order, None where it failed. seconds: until the last was answered."""
+
+    texts: list[str | None]
+    seconds: float
+
+
+@dataclass(kw_only=True)
+class EngineTime:
+    """Processor seconds of the engine's thread in the forward pass and in the sampler."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "sampler": 0.0})
+
+    def watch(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            begun = time.thread_time()
+            try:
+                return call(*arguments)
+            finally:
+                self.seconds[part] += time.thread_time() - begun
+
+        return timed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--clients", type=int, default=50)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        llm = make_engine(Path(folder), tiny=arguments.tiny)
+        with serving(llm) as live:
+            return run(llm, live, arguments)
+
+
+def make_engine(folder: Path, *, tiny: bool) -> AsyncLLM:
+    names = [f"a{index}" for index in range(NUM_ADAPTERS)]
+    adapters = {name: folder / name for name in names}
+    if tiny:
+        base = make_llama(folder / "base")
+        for seed, path in enumerate(adapters.values()):
+            make_adapter(base, path, seed=seed)
+        return AsyncLLM(base, adapters=adapters)
+    write_adapters(folder)
+    return AsyncLLM(demo_model(), adapters=adapters, dtype="float32", quantization="none", max_model_len=256)
+
+
+def run(llm: AsyncLLM, live: LiveServer, arguments: argparse.Namespace) -> int:
+    bodies = [
+        {"model": name, "prompt": prompt, "max_tokens": arguments.tokens, "temperature": 0, "ignore_eos": True}
+        for name in llm.adapters
+        for prompt in PROMPTS
+    ]
+    alone = [live.text(**body) for body in bodies]
+    assert len(set(alone)) > len(PROMPTS), "the adapters answer alike: a mix-up would not be seen"
+    order = random.Random(0).choices(range(len(bodies)), k=arguments.requests)
+    load = Load(url=live.url, bodies=bodies, order=order, num_clients=arguments.clients)
+
+    engine_core, spent = core(llm), EngineTime()
+    engine_core._executor.execute = spent.watch("model", engine_core._executor.execute)
+    engine_core._sample = spent.watch("sampler", engine_core._sample)
+    begun = time.process_time()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        outcome = pool.apply(ask_all, (load,))
+    total = time.process_time() - begun
+
+    failed = sum(text is None for text in outcome.texts)
+    mixed_up = sum(text not in (None, alone[index]) for text, index in zip(outcome.texts, order, strict=True))
+    num_tokens = len(order) * arguments.tokens
+    beside = total - sum(spent.seconds.values())
+    print(
+        f"{len(order)} streams of {arguments.tokens} tokens, {arguments.clients} at a time, {NUM_ADAPTERS} adapters, "
+        f"{'tiny model' if arguments.tiny else 'SmolLM2-135M in float32'}, one thread of {platform.machine()}: "
+        f"{failed} failed, {mixed_up} mixed up; {outcome.seconds:.1f} s, {num_tokens / outcome.seconds:.0f} tokens/s"
+    )
+    print(
+        f"processor time of the server {total:.1f} s: model {spent.seconds['model'] / total:.1%}, sampler "
+        f"{spent.seconds['sampler'] / total:.1%}, the rest {beside / total:.1%} "
+        f"({1e6 * beside / num_tokens:.0f} µs a token; target {TARGET_SHARE:.0%})"
+    )
+    return 1 if failed or mixed_up else 0
+
+
+def ask_all(load: Load) -> Outcome:
+    return asyncio.run(_ask_all(load))
+
+
+async def _ask_all(load: Load) -> Outcome:
+    texts: list[str | None] = [None] * len(load.order)
+    left = iter(range(len(load.order)))
+    begun = time.perf_counter()
+
+    async def client(http: httpx.AsyncClient) -> None:
+        for number in left:
+            texts[number] = await _ask(http, load.bodies[load.order[number]])
+
+    async with httpx.AsyncClient(base_url=load.url, timeout=None, limits=httpx.Limits(max_connections=None)) as http:
+        await asyncio.gather(*(client(http) for _ in range(load.num_clients)))
+    return Outcome(texts=texts, seconds=time.perf_counter() - begun)
+
+
+async def _ask(http: httpx.AsyncClient, body: dict[str, Any]) -> str | None:
+    """The answer's text put together; None if it is refused, fails or does not end as it should."""
+    text, is_done = "", False
+    try:
+        async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
+            if reply.is_error:
+                return None
+            async for line in reply.aiter_lines():
+                data = line.removeprefix("data: ")
+                is_done = data == "[DONE]"
+                if data != line and not is_done:
+                    text += json.loads(data)["choices"][0]["text"]
+                if is_done:
+                    break
+    except httpx.HTTPError:
+        return None
+    return text if is_done else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Requests that Schemathesis makes of the server's own OpenAPI description: what is said to be a field is sent with any
+value, and with many that are none."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis
+import schemathesis
+from hypothesis import HealthCheck, Phase
+
+# What makes the outcome: a deadline in the body may be too short, and that is the request's own wish.
+_ALLOWED = {504: "timeout"}
+
+
+def statuses_of(
+    url: str, models: list[str], *, cases: int, seed: int, paths: Sequence[str] = ()
+) -> tuple[Counter[int], list[str]]:
+    """How often each status came back, and a description of each reply that is the server's fault.
+
+    Args:
+        models: names that answer; three of four bodies get one, lest most are refused for their model alone.
+        paths: what is asked; everything without them.
+        cases: for all operations that have a body together; one without has but a few different requests.
+    """
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    operations = [result.ok() for result in schema.get_all_operations()]
+    operations = [operation for operation in operations if not paths or operation.path in paths]
+    num_bodies = sum(bool(operation.body) for operation in operations)
+    statuses: Counter[int] = Counter()
+    failures: list[str] = []
+    chance = random.Random(seed)
+    for operation in operations:
+
+        @hypothesis.seed(seed)
+        @hypothesis.settings(
+            max_examples=-(-cases // num_bodies),
+            database=None,
+            deadline=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @hypothesis.given(case=operation.as_strategy())
+        def send(case: Any) -> None:
+            if isinstance(case.body, dict) and "model" in case.body and chance.random() < 0.75:
+                case.body["model"] = chance.choice(models)
+            reply = case.call()
+            statuses[reply.status_code] += 1
+            wished = isinstance(case.body, dict) and case.body.get(_ALLOWED.get(reply.status_code, "")) is not None
+            if reply.status_code >= 500 and not wished:
+                failures.append(f"{case.method} {case.path}: {reply.status_code} to {case.body!r:.300}")
+
+        send()
+    return statuses, failures

@@ -143,7 +143,7 @@ def test_the_command_prints_the_perplexity_that_transformers_computes(text: Path
     assert code == 0, output
     printed = re.search(r"perplexity: ([\d.]+) before, ([\d.]+) after \(([+-][\d.]+)%\), on (\d+) held-out", output)
     assert printed is not None, output
-    held_out = read_calibration_text(text, load_tokenizer(base), max_len=512).held_out
+    held_out = read_calibration_text(text, load_tokenizer(base), max_len=512, vocab_size=259).held_out
     assert int(printed[4]) == len(held_out) > 0
     for folder, figure in ((base, printed[1]), (tmp_path / "out", printed[2])):
         assert float(figure) == pytest.approx(perplexity(folder, held_out), rel=1e-3)
@@ -240,13 +240,24 @@ def test_skipped_modules_stay_as_they_are(text: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "cannot be read"), (b"\xff\xfe\x00", "cannot be read"), (b"", "too short"), (b"x", "too short")],
+    [
+        (None, "cannot be read"),
+        (b"\xff\xfe\x00", "cannot be read"),
+        (b"", "too short"),
+        (b"x", "too short"),
+        (b"ab<pad>", "no row for"),
+    ],
 )
 def test_a_text_nothing_can_be_learnt_from_is_refused(content: bytes | None, said: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "text.txt").write_bytes(content)
     code, output = quantize(
-        make_llama(tmp_path / "base"), tmp_path / "out", "--to", "w8a8", "--calibrate", tmp_path / "text.txt"
+        make_llama(tmp_path / "base", vocab_size=258, pad_token_id=None),
+        tmp_path / "out",
+        "--to",
+        "w8a8",
+        "--calibrate",
+        tmp_path / "text.txt",
     )
     assert (code, said in output) == (2, True), output
     assert not (tmp_path / "out").exists()

@@ -16,8 +16,10 @@ from graftlm.engine.base import load_base
 from graftlm.layers.patch import ModelPatch
 from graftlm.models.decoder import Decoder
 from graftlm.models.quantized_export import check_quantizable, export_quantized
+from graftlm.models.read import read_spec
 from graftlm.quantization.policy import LoadPolicy
 from graftlm.quantization.written import w8a8_format
+from graftlm.text import load_tokenizer
 from graftlm.training.document import Document
 from graftlm.training.loss import document_losses
 from graftlm.training.packed_batch import PackedBatch, Share, pack
@@ -51,9 +53,15 @@ def quantize_calibrated(
     """
     checkpoint = open_checkpoint(model)
     try:
-        check_quantizable(checkpoint, folder, requantize=requantize)
+        check_quantizable(checkpoint, folder, w8a8_format({}), skipped=skipped, requantize=requantize)
+        _, spec = read_spec(checkpoint)
+        read = read_calibration_text(
+            text,
+            load_tokenizer(checkpoint.tokenizer_source),
+            max_len=spec.max_position_embeddings,
+            vocab_size=spec.vocab_size,
+        )
         base = load_base(EngineConfig(model=model))
-        read = read_calibration_text(text, base.tokenizer, max_len=base.decoder.max_position_embeddings)
         largest = find_largest_inputs(base.decoder, _batches(base.decoder, read.calibration))
         before = perplexity(base.decoder, read.held_out)
         # The written model is measured by itself: two do not have to fit into memory.

@@ -29,13 +29,13 @@ class CalibrationText:
         return self.held_out != self.calibration
 
 
-def read_calibration_text(path: Path, tokenizer: Tokenizer, *, max_len: int) -> CalibrationText:
+def read_calibration_text(path: Path, tokenizer: Tokenizer, *, max_len: int, vocab_size: int) -> CalibrationText:
     """
     Args:
-        max_len: tokens the model can read at once.
+        max_len: tokens the model can read at once. vocab_size: rows of its token table.
 
     Raises:
-        ConfigurationError: the file cannot be read, is not UTF-8, or has less than two tokens.
+        ConfigurationError: the file cannot be read, is not UTF-8, has less than two tokens, or one the model lacks.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -46,6 +46,12 @@ def read_calibration_text(path: Path, tokenizer: Tokenizer, *, max_len: int) -> 
     # What a prompt begins with, such as a BOS, which attention rests on.
     first_ids = tokenizer.encode("")
     token_ids = tokenizer.encode(text, add_special_tokens=False)
+    if (highest := max((*first_ids, *token_ids), default=0)) >= vocab_size:
+        raise ConfigurationError(
+            "the calibration text has a token that the model has no row for",
+            got=tokenizer.token(highest),
+            do="take it out of the text",
+        )
     step = max(2, min(SEQUENCE_LEN, max_len) - len(first_ids))
     parts = [token_ids[start : start + step] for start in range(0, len(token_ids), step)]
     sequences = [(*first_ids, *part) for part in parts if len(part) > 1]

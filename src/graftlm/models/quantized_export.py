@@ -43,12 +43,11 @@ def export_quantized(
         ConfigurationError: `source` is quantised and `requantize` is not given, `skipped` names no module, or `folder`
             is not empty.
     """
-    check_quantizable(source, folder, requantize=requantize)
+    check_quantizable(source, folder, written, skipped=skipped, requantize=requantize)
     family, spec = read_spec(source)
     layout, tensors = lay_out(spec, family.names), NamedTensors(source, family.names)
     stored, dtype = StoredWeights(tensors), _dtype(source)
     policy = LoadPolicy(skipped=tuple(skipped))
-    policy.check_skipped([module.path for module, _, _ in _modules(layout)])
     _check(tensors, stored, layout, family.names, tied=spec.head.tied)
     pending: list[PendingTensor] = []
     replaced: set[str] = set()
@@ -57,11 +56,6 @@ def export_quantized(
         if not quantised or policy.skips(module.path):
             kept.append(module.path)
             continue
-        if module.transposed and not written.conv1d:
-            raise CheckpointError(
-                f"{module.path} has no place in this format: transformers keeps it as Conv1D",
-                do="choose another format",
-            )
         matrix = stored.full(module, in_features, dtype=dtype, device=torch.device("cpu")).to(dtype)
         replaced |= _own_tensors(tensors, stored, module.path)
         for part, tensor in written.quantizer(module.path).quantize(matrix, dtype=dtype).stored_tensors().items():
@@ -80,7 +74,9 @@ def export_quantized(
         write_model_folder(folder, config, files, sorted(pending, key=lambda tensor: tensor.name))
 
 
-def check_quantizable(source: Checkpoint, folder: Path, *, requantize: bool = False) -> None:
+def check_quantizable(
+    source: Checkpoint, folder: Path, written: WrittenFormat, *, skipped: Sequence[str] = (), requantize: bool = False
+) -> None:
     """Raise before any work is done, if `export_quantized` would for a reason that shows at once.
 
     Raises:
@@ -94,6 +90,15 @@ def check_quantizable(source: Checkpoint, folder: Path, *, requantize: bool = Fa
             do="take the model it was quantised from, or add requantize, and both errors add up",
         )
     check_empty(folder)
+    family, spec = read_spec(source)
+    modules = list(_modules(lay_out(spec, family.names)))
+    policy = LoadPolicy(skipped=tuple(skipped))
+    policy.check_skipped([module.path for module, _, _ in modules])
+    for module, _, quantised in modules:
+        if quantised and module.transposed and not written.conv1d and not policy.skips(module.path):
+            raise CheckpointError(
+                f"{module.path} has no place in this format: transformers keeps it as Conv1D", do="choose another"
+            )
 
 
 def _check(tensors: NamedTensors, stored: StoredWeights, layout: ModelLayout, names: NameMap, *, tied: bool) -> None:

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from graftlm.cli.adapters import adapters
 from graftlm.cli.chat import chat
 from graftlm.cli.demo import demo
+from graftlm.cli.doctor import doctor
 from graftlm.cli.generate import generate
 from graftlm.cli.inspect import inspect
 from graftlm.cli.keys import keys
@@ -49,6 +50,7 @@ app.command()(merge)
 app.command()(quantize)
 app.command()(train)
 app.command()(demo)
+app.command()(doctor)
 app.add_typer(keys, name="keys")
 
 

@@ -102,6 +102,14 @@ def serve(
     max_training_pause: Annotated[
         float, typer.Option(min=0.001, help="Most seconds that a request waits for a pass of training, about.")
     ] = 0.1,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
+            help="OpenTelemetry collector that gets a trace of every request, such as http://127.0.0.1:4318.",
+        ),
+    ] = None,
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Write a line of JSON to stderr for every request.")
     ] = False,
@@ -125,6 +133,7 @@ def serve(
     from graftlm.server.cors import cors_options
     from graftlm.server.http_server import bind
     from graftlm.server.key_file import KeyFile
+    from graftlm.server.traces import open_traces
 
     # What is wrong with these is said now, not after the model has been loaded.
     permitted_sources(adapter_root or (), adapter_hub_id or (), enable_adapter_loading=enable_adapter_loading)
@@ -132,6 +141,7 @@ def serve(
     num_body_bytes = parse_byte_size(max_body_bytes)
     tls = _tls(ssl_certfile, ssl_keyfile, ssl_keyfile_password)
     keys = None if api_keys is None else KeyFile(api_keys)
+    traces = None if otlp_endpoint is None else open_traces(otlp_endpoint)
     logging.basicConfig(format="%(message)s")
     if keys is None and not _is_loopback(host):
         logging.getLogger("graftlm.server").warning(
@@ -156,10 +166,13 @@ def serve(
             keys=keys,
             fine_tuning=training.service,
             cors_origins=cors_origin or (),
+            traces=traces,
             max_body_bytes=num_body_bytes,
         )
         _run(app, llm, listener, drain_seconds=drain_seconds, tls=tls, show_request=demo)
         training.close()
+        if traces is not None:
+            traces.shutdown()
 
 
 def _run(

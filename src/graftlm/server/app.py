@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -29,6 +30,9 @@ from graftlm.server.request_ids import RequestIds
 from graftlm.server.responses import response_routes
 from graftlm.server.tokenization import tokenization_routes
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
 MAX_BODY_BYTES = 8 << 20
 
 
@@ -44,6 +48,7 @@ def create_app(
     keys: KeyFile | None = None,
     fine_tuning: FineTuningService | None = None,
     cors_origins: Sequence[str] = (),
+    traces: TracerProvider | None = None,
 ) -> FastAPI:
     """An OpenAI-compatible application over a running engine, which it does not shut down.
 
@@ -55,6 +60,7 @@ def create_app(
         fine_tuning: answers /v1/files and /v1/fine_tuning/jobs; without it they are refused.
         write_access: gets one line of JSON for each request, as `AccessLog` describes it.
         keys: who may do what; without it anyone may do everything.
+        traces: gets a span for each request, as `Tracing` describes it.
         cors_origins: of web pages whose scripts may use the server, such as https://example.org, or "*" for any.
 
     Raises:
@@ -85,6 +91,10 @@ def create_app(
     uploads = {} if fine_tuning is None else {FILES_PATH: MAX_FILE_BYTES}
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, exceptions=uploads)
     app.add_middleware(Authentication, keys=keys)
+    if traces is not None:
+        from graftlm.server.tracing import Tracing
+
+        app.add_middleware(Tracing, provider=traces)
     if cors_origins:
         # Around the authentication: browsers ask beforehand without a key, and show scripts no reply, a 401 included,
         # that lacks these headers.

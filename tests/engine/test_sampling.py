@@ -21,6 +21,8 @@ from transformers import (
 )
 
 from graftlm import LLM, SamplingParams
+from graftlm.engine.request import Request
+from graftlm.engine.sampler import sample
 from tests.engine.rig import BLOCK_BYTES, VOCAB, greedy, greedy_loop, make_chain, one, prompt, token_ids
 
 # After token 0 twelve tokens are possible; all others are e^-40 of the best.
@@ -300,3 +302,34 @@ def test_fields_are_applied_in_the_documented_order(tmp_path: Path) -> None:
     drawn = SamplingParams(max_tokens=1, n=50, seed=0, top_k=1, logit_bias={7: -3.0})
     assert {answer.token_ids for answer in one(engine, request, drawn).outputs} == {(9,)}
     engine.shutdown()
+
+
+def test_rows_that_are_sampled_together_draw_what_each_draws_alone() -> None:
+    """Flat rows, too, whose few best tokens are not enough for top_p, and rows of which many tokens are alike."""
+    generator = torch.Generator().manual_seed(0)
+    settings: list[dict[str, Any]] = [
+        {}, {"temperature": 0}, {"top_k": 5}, {"top_k": 256}, {"top_p": 0.3}, {"top_p": 0.999}, {"min_p": 0.1},
+        {"top_k": 256, "top_p": 0.5, "min_p": 0.01}, {"top_p": 0.9, "logprobs": 3}, {"temperature": 7.5, "logprobs": 0},
+    ]  # fmt: skip
+    requests, rows = [], []
+    for index in range(60):
+        params = SamplingParams(**{"temperature": 1.0, **settings[index % len(settings)]})
+        requests.append(
+            Request(
+                request_id=str(index),
+                index=0,
+                prompt_token_ids=(1,),
+                params=params,
+                max_tokens=1,
+                stop_token_ids=frozenset(),
+                seed=index,
+            )
+        )
+        row = torch.randn(2000, generator=generator) * (0.1, 1.0, 4.0)[index % 3]
+        rows.append(row.round() if index % 4 == 0 else row)
+    logits = torch.stack(rows)
+    logits[17] = torch.nan
+    alone = [sample(logits[row : row + 1].clone(), [request])[0] for row, request in enumerate(requests)]
+    assert sample(logits.clone(), requests) == alone
+    assert alone[17] is None
+    assert len({token.token_id for token in alone if token is not None}) > 30

@@ -1,8 +1,9 @@
-"""Choosing tokens from logits. Every row is computed on its own: a request's tokens never depend on its neighbours."""
+"""Choosing tokens from logits. Rows are computed together and never from each other: a request's tokens do not depend
+on its neighbours."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from graftlm.engine.grammar import Grammar
 from graftlm.engine.request import Request
+from graftlm.engine.sampling_params import SamplingParams
 
 # Nucleus sampling looks at this many best tokens before it sorts the whole vocabulary.
 _TOP_CANDIDATES = 256
@@ -49,27 +51,28 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken | N
     """
     # A hidden state with a NaN or infinity makes the whole row NaN: one column tells.
     broken = logits[:, 0].isnan().tolist()
-    reported = {
-        row: torch.log_softmax(logits[row], dim=-1)
-        for row, request in enumerate(requests)
-        if request.params.logprobs is not None
-    }
+    rated = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+    reported = dict(zip(rated, torch.log_softmax(logits[rated], dim=-1), strict=True)) if rated else {}
     for row, request in enumerate(requests):
         _adjust(logits[row], request)
         if request.grammar is not None:
             broken[row] |= not _constrain(logits[row], request.grammar)
-    best = logits.argmax(dim=-1).tolist()
-    tokens: list[SampledToken | None] = []
-    for row, request in enumerate(requests):
-        if broken[row]:
-            tokens.append(None)
-            continue
-        token_id = best[row] if request.params.greedy else _draw(logits[row], request)
-        logprobs = None
-        if request.params.logprobs is not None:
-            logprobs = row_logprobs(reported[row], token_id, request.params.logprobs)
-        tokens.append(SampledToken(token_id=token_id, logprobs=logprobs))
-    return tokens
+    chosen = logits.argmax(dim=-1).tolist()
+    drawn = [row for row, request in enumerate(requests) if not (request.params.greedy or broken[row])]
+    if drawn:
+        for row, token_id in zip(drawn, _draw(logits[drawn], [requests[row] for row in drawn]), strict=True):
+            chosen[row] = token_id
+    return [
+        None
+        if broken[row]
+        else SampledToken(
+            token_id=chosen[row],
+            logprobs=None
+            if request.params.logprobs is None
+            else row_logprobs(reported[row], chosen[row], request.params.logprobs),
+        )
+        for row, request in enumerate(requests)
+    ]
 
 
 def row_logprobs(logprobs: Tensor, token_id: int, count: int) -> RowLogprobs:
@@ -116,42 +119,74 @@ def _constrain(logits: Tensor, grammar: Grammar) -> bool:
     return not bool(forbidden.all())
 
 
-def _draw(logits: Tensor, request: Request) -> int:
-    """A random token of one row, [V], by inverting the cumulative distribution at the request's own random number."""
-    params = request.params
-    scaled = (logits - logits.max()) / params.temperature
-    uniform = _uniform(request)
-    if params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0:
-        return _invert(scaled.softmax(dim=-1), uniform)
-    probabilities, ids = _candidates(scaled, params.top_k, params.top_p)
+def _draw(logits: Tensor, requests: Sequence[Request]) -> list[int]:
+    """A random token of each row, [N, V]: its cumulative distribution inverted at the request's own random number."""
+    vocab_size = logits.shape[-1]
+    # What float32 cannot tell from 0 or infinity would make NaN of the best token or of those that are ruled out.
+    floats = torch.finfo(logits.dtype)
+    temperatures = torch.tensor(
+        [min(max(request.params.temperature, floats.tiny), floats.max) for request in requests], device=logits.device
+    )
+    probabilities = ((logits - logits.amax(dim=-1, keepdim=True)) / temperatures[:, None]).softmax(dim=-1)
+    uniforms = probabilities.new_tensor([_uniform(request) for request in requests], dtype=torch.float64)
+    # How many best tokens are looked for may decide their order where they are alike: rows that are computed together
+    # are those that look for as many, whoever else is there.
+    groups: dict[int, list[int]] = defaultdict(list)
+    for row, request in enumerate(requests):
+        groups[_num_candidates(request.params, vocab_size)].append(row)
+    tokens: dict[int, int] = {}
+    unsorted = groups.pop(0, [])
+    if unsorted:
+        tokens |= zip(unsorted, _invert(probabilities[unsorted], uniforms[unsorted]).tolist(), strict=True)
+    # The largest last: what the others leave undone is added to it.
+    for count in sorted({*groups, vocab_size}):
+        if not (rows := groups[count]):
+            continue
+        params = [requests[row].params for row in rows]
+        best, ids = probabilities[rows].topk(count)
+        places = _invert(_kept(best, params), uniforms[rows])
+        chosen = ids.gather(1, places[:, None])[:, 0].tolist()
+        covers = (best.sum(dim=-1) > best.new_tensor([each.top_p for each in params])).tolist()
+        for row, each, token_id, covered in zip(rows, params, chosen, covers, strict=True):
+            if covered or count == vocab_size or each.top_k == count:
+                tokens[row] = token_id
+            else:
+                groups[vocab_size].append(row)
+    return [tokens[row] for row in range(len(requests))]
+
+
+def _num_candidates(params: SamplingParams, vocab_size: int) -> int:
+    """How many best tokens a row is looked at with: all that top_k leaves, as many as top_p mostly keeps, or every one
+    in their order; 0 for all of them as they stand."""
+    if 0 < params.top_k < vocab_size:
+        return params.top_k
     if params.top_p < 1.0:
-        before = probabilities.cumsum(dim=-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= params.top_p, 0.0)
-    if params.min_p > 0.0:
-        probabilities = probabilities.masked_fill(probabilities < params.min_p * probabilities[0], 0.0)
-    return int(ids[_invert(probabilities, uniform)])
+        return min(_TOP_CANDIDATES, vocab_size)
+    return vocab_size if params.min_p > 0.0 else 0
 
 
-def _candidates(scaled: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """Probabilities and ids, best first, of at least all tokens that top_k and top_p keep."""
-    probabilities = scaled.softmax(dim=-1)
-    vocab_size = probabilities.shape[-1]
-    if 0 < top_k < vocab_size:
-        values, ids = probabilities.topk(top_k)
-        return values / values.sum(), ids
-    values, ids = probabilities.topk(min(_TOP_CANDIDATES, vocab_size))
-    if top_p < 1.0 and float(values.sum()) > top_p:
-        return values, ids
-    values, ids = probabilities.sort(descending=True)
-    return values, ids
+def _kept(best: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Probabilities of each row's best tokens, [N, K] and best first, with nought for those that are not kept."""
+    count = best.shape[-1]
+    is_top_k = torch.tensor([each.top_k == count for each in params], device=best.device)
+    top_p = best.new_tensor([each.top_p for each in params])[:, None]
+    min_p = best.new_tensor([each.min_p for each in params])[:, None]
+    total = best.sum(dim=-1, keepdim=True)
+    kept = torch.where(is_top_k[:, None], best / total, best)
+    before = kept.cumsum(dim=-1) - kept
+    kept = kept.masked_fill((top_p < 1.0) & (before >= top_p), 0.0)
+    return kept.masked_fill(kept < min_p * kept[:, :1], 0.0)
 
 
-def _invert(probabilities: Tensor, uniform: float) -> int:
-    """First index whose cumulative share exceeds `uniform`; indices of probability 0 are never taken."""
+def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """Of each row, [N, K], the first place whose cumulative share exceeds its uniform number; places of probability 0
+    are never taken. uniforms: [N] float64."""
     cumulative = probabilities.double().cumsum(dim=-1)
-    threshold = uniform * float(cumulative[-1])
-    index = int(torch.searchsorted(cumulative, threshold, right=True))
-    return min(index, int(probabilities.nonzero()[-1]))
+    thresholds = uniforms[:, None] * cumulative[:, -1:]
+    places = torch.searchsorted(cumulative, thresholds, right=True)[:, 0]
+    order = torch.arange(probabilities.shape[-1], device=probabilities.device)
+    last = torch.where(probabilities > 0, order, -1).amax(dim=-1)
+    return torch.minimum(places, last)
 
 
 def _uniform(request: Request) -> float:

@@ -73,7 +73,10 @@ def llm_with_adapters(llama: object, adapters: dict[str, object]) -> Iterator[LL
 
 def test_tokens_and_answers_are_counted_for_each_model(numbers: EngineNumbers) -> None:
     red, blue, base = (numbers.models[name] for name in ("red", "blue", "base"))
-    assert set(numbers.models) == {"red", "blue", "base"}
+    assert set(numbers.models) == {"red", "green", "blue", "base"}
+    # Nobody asked for it, but it was read.
+    assert numbers.models["green"] == ModelMetrics(load_time=numbers.models["green"].load_time)
+    assert [sum(numbers.models[name].load_time.counts) for name in ("red", "green", "blue", "base")] == [1, 1, 1, 0]
     assert (red.prompt_tokens, red.cached_tokens, red.generated_tokens) == (80, 32, 12)
     assert (base.prompt_tokens, base.generated_tokens) == (11, 16)
     assert red.num_answers == Counter(length=2)

@@ -57,6 +57,9 @@ def test_requests_move_the_numbers_of_their_model(live: LiveServer) -> None:
     assert samples["graft_prefix_cache_hit_ratio",] == pytest.approx(32 / 85)
     assert samples["graft_step_seconds_count",] >= 5 + 5 + 3
     assert samples["graft_adapters",] == 2
+    assert samples["graft_adapter_resident", "red"] == samples["graft_adapter_resident", "blue"] == 1
+    assert ("graft_adapter_resident", "tiny") not in samples
+    assert samples["graft_adapter_load_seconds_count", "red"] == 1
     assert samples["graft_adapter_bytes",] > 0
     assert samples["graft_http_requests_total", "200"] >= 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -20,10 +21,11 @@ ReadWeights = Callable[[Adapter], AdapterWeights]
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedLoad:
-    """result: the weights, or why there are none."""
+    """result: the weights, or why there are none. seconds: that reading took."""
 
     adapter: Adapter
     result: AdapterWeights | GraftError
+    seconds: float
 
 
 class AdapterLoader(Protocol):
@@ -99,13 +101,16 @@ class BackgroundLoader:
 
 
 def _load(adapter: Adapter, read: ReadWeights) -> FinishedLoad:
+    begun = time.perf_counter()
+    result = _read(adapter, read)
+    return FinishedLoad(adapter=adapter, result=result, seconds=time.perf_counter() - begun)
+
+
+def _read(adapter: Adapter, read: ReadWeights) -> AdapterWeights | GraftError:
     try:
-        return FinishedLoad(adapter=adapter, result=read(adapter))
+        return read(adapter)
     except AdapterError as error:
-        return FinishedLoad(adapter=adapter, result=error)
+        return error
     except Exception:
         logger.exception("adapter %s could not be loaded", adapter.name)
-        return FinishedLoad(
-            adapter=adapter,
-            result=GraftError(f"adapter {adapter.name} could not be loaded", do="see the server's log"),
-        )
+        return GraftError(f"adapter {adapter.name} could not be loaded", do="see the server's log")

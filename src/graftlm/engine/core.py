@@ -209,6 +209,7 @@ class EngineCore:
         for load in self._loader.finished():
             self._num_loading -= 1
             if isinstance(load.result, AdapterWeights):
+                self._metrics.loaded(load.adapter.name, load.seconds)
                 loaded = LoadedAdapter(adapter=load.adapter, weights=load.result)
                 self._residency.complete(load.adapter.digest, loaded)
             else:

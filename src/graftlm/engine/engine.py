@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -135,6 +136,10 @@ class Engine:
             num_blocks=self.core.num_blocks,
             num_adapters=len(self._residency.resident),
             adapter_bytes=self._residency.max_bytes - self._residency.free_bytes,
+            is_resident={
+                name: self._residency.state(adapter.digest) == "resident"
+                for name, adapter in self.registry.adapters.items()
+            },
         )
 
     @property
@@ -204,6 +209,7 @@ class Engine:
 
     def _load(self, name: str, source: str | Path) -> LoadedAdapter:
         max_bytes = self._residency.max_bytes
+        begun = time.perf_counter()
         loaded = load_adapter(
             name,
             source,
@@ -214,6 +220,7 @@ class Engine:
         )
         self._check_fits(loaded.adapter)
         self._check_layers(loaded.adapter)
+        self.metrics.loaded(name, time.perf_counter() - begun)
         return loaded
 
     def _keep(self, loaded: LoadedAdapter) -> None:

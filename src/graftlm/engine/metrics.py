@@ -34,6 +34,7 @@ class ModelMetrics:
 
     num_answers: that ended, by finish reason. prompt_tokens, cached_tokens: of the requests that began, and how many of
         those tokens the prefix cache had. generated_tokens: of all answers.
+    load_time: seconds that reading its weights took, each time.
     queue_wait: seconds until a request first computes. time_to_first_token, latency: seconds until the first token, and
         until the end. inter_token: seconds between two tokens of an answer.
     """
@@ -42,6 +43,7 @@ class ModelMetrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    load_time: Histogram = field(default_factory=_of_requests)
     queue_wait: Histogram = field(default_factory=_of_requests)
     time_to_first_token: Histogram = field(default_factory=_of_requests)
     latency: Histogram = field(default_factory=_of_requests)
@@ -53,7 +55,7 @@ class ModelMetrics:
         self.prompt_tokens += other.prompt_tokens
         self.cached_tokens += other.cached_tokens
         self.generated_tokens += other.generated_tokens
-        for name in ("queue_wait", "time_to_first_token", "latency", "inter_token"):
+        for name in ("load_time", "queue_wait", "time_to_first_token", "latency", "inter_token"):
             getattr(self, name).add(getattr(other, name))
 
 
@@ -70,6 +72,7 @@ class EngineState:
     """How full an engine is.
 
     num_running, num_waiting: answers. num_adapters: in memory. adapter_bytes: of those, and of what is being read.
+    is_resident: of every adapter that has been read, by name, whether it is in memory now.
     """
 
     num_running: int
@@ -78,6 +81,7 @@ class EngineState:
     num_blocks: int
     num_adapters: int
     adapter_bytes: int
+    is_resident: Mapping[str, bool]
 
 
 class EngineMetrics:
@@ -131,6 +135,11 @@ class EngineMetrics:
             model = self._model(job) if begun is not None else self._use(self._name(job))
             model.num_answers.update(request.finish_reason or "abort" for request in job.requests)
             model.latency.observe(self._clock() - job.timings.arrived)
+
+    def loaded(self, name: str, seconds: float) -> None:
+        """The weights of an adapter, or of a weighted sum, were read."""
+        with self._lock:
+            self._use(name).load_time.observe(seconds)
 
     def stepped(self, seconds: float) -> None:
         """A step was computed."""

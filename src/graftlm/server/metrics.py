@@ -66,6 +66,11 @@ MODEL_SERIES = (
         read=lambda model: model.cached_tokens,
     ),
     ModelSeries(
+        name="graft_adapter_load_seconds",
+        text="Reading, checking and compiling an adapter's weights, each time that was done.",
+        read=lambda model: model.load_time,
+    ),
+    ModelSeries(
         name="graft_request_queue_time_seconds",
         text="From a request's arrival until it first computes.",
         read=lambda model: model.queue_wait,
@@ -89,6 +94,7 @@ MODEL_SERIES = (
 ANSWERS = ("graft_request_success", "Answers that ended, by finish reason: stop, length or abort.")
 STEPS = ("graft_step_seconds", "What a step of the engine took.")
 HIT_RATIO = ("graft_prefix_cache_hit_ratio", "Of all prompt tokens so far, how many the prefix cache had, from 0 to 1.")
+RESIDENT = ("graft_adapter_resident", "Whether the adapter is in memory now: 1 or 0.")
 GAUGES = (
     Gauge(name="graft_num_requests_running", text="Answers being computed.", read=lambda state: state.num_running),
     Gauge(name="graft_num_requests_waiting", text="Answers in the queue.", read=lambda state: state.num_waiting),
@@ -116,6 +122,7 @@ def metric_table() -> Iterator[tuple[str, str, str, str]]:
         name = series.name if is_histogram else f"{series.name}_total"
         yield name, "histogram" if is_histogram else "counter", MODEL, series.text
     yield f"{ANSWERS[0]}_total", "counter", f"{MODEL}, finished_reason", ANSWERS[1]
+    yield RESIDENT[0], "gauge", MODEL, RESIDENT[1]
     yield STEPS[0], "histogram", "", STEPS[1]
     yield HIT_RATIO[0], "gauge", "", HIT_RATIO[1]
     for gauge in GAUGES:
@@ -142,6 +149,10 @@ class EngineCollector(Collector):
             for reason, count in model.num_answers.items():
                 answers.add_metric([name, reason], count)
         yield answers
+        resident = GaugeMetricFamily(*RESIDENT, labels=[MODEL])
+        for name in numbers.models.keys() & state.is_resident.keys():
+            resident.add_metric([name], state.is_resident[name])
+        yield resident
         steps = HistogramMetricFamily(*STEPS)
         steps.add_metric([], *_buckets(numbers.steps))
         yield steps

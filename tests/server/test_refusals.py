@@ -88,7 +88,7 @@ def post_both(live: LiveServer, route: str, fields: dict[str, Any], status: int 
     ],
     ids=str,
 )
-def test_r066_r069_r080_r084_r098_bad_values_are_400_naming_the_field(
+def test_r066_r069_r078_r080_r084_r098_bad_values_are_400_naming_the_field(
     server: LiveServer, route: str, fields: dict[str, Any], param: str
 ) -> None:
     error = post_both(server, route, fields)

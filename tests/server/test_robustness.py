@@ -27,7 +27,7 @@ def short(llm: AsyncLLM) -> Iterator[LiveServer]:
         yield live
 
 
-def test_r078_what_the_description_allows_is_never_the_servers_fault(short: LiveServer) -> None:
+def test_what_the_description_allows_is_never_the_servers_fault(short: LiveServer) -> None:
     statuses, failures = statuses_of(
         short.url, ["tiny", "red"], cases=60, seed=1, paths=["/v1/completions", "/detokenize"]
     )

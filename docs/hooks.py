@@ -22,8 +22,9 @@ from graftlm.config import EngineConfig
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.models.families import FAMILIES
 from graftlm.server.errors import STATUS_AND_CODE
+from graftlm.server.fields import harmless_values
 from graftlm.server.metrics import metric_table
-from graftlm.server.schemas import REQUEST_BODIES, harmless_values
+from graftlm.server.schemas import REQUEST_BODIES
 from graftlm.training import TrainingJob
 
 # mkdocs runs as a program of its own, which does not look for modules where it is started.

@@ -10,7 +10,8 @@ from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chat
 from openai.types.responses import response_create_params as responses
 
-from graftlm.server.schemas import REQUEST_BODIES, harmless_values
+from graftlm.server.fields import harmless_values
+from graftlm.server.schemas import REQUEST_BODIES
 from tests.server.live_server import LiveServer, error_of
 from tests.server.test_refusals import body_for
 
@@ -31,6 +32,7 @@ ASKED: dict[str, Any] = {
     "n": 2,
     "parallel_tool_calls": False,
     "presence_penalty": -1,
+    "response_format": {"type": "json_object"},
     "prompt": [[1, 2], [3]],
     "prompt_cache_key": "mine",
     "safety_identifier": "ann",
@@ -40,6 +42,8 @@ ASKED: dict[str, Any] = {
     "stream_options": {"include_usage": True},
     "temperature": 0.5,
     "top_logprobs": 3,
+    "tool_choice": "auto",
+    "tools": [{"type": "function", "function": {"name": "f"}}],
     "top_p": 0.5,
     "user": "ann",
 }
@@ -52,6 +56,7 @@ ASKED_OF: dict[str, dict[str, Any]] = {
         "instructions": "Be brief.",
         "max_output_tokens": 2,
         "stream_options": {"include_obfuscation": False},
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "boolean"}}},
     },
 }
 NEEDED: dict[str, dict[str, Any]] = {

@@ -34,6 +34,13 @@ def post_both(live: LiveServer, route: str, fields: dict[str, Any], status: int 
     return errors[0]
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+SETS = {"type": "array", "uniqueItems": True}
+STRICT_SETS = {"type": "function", "function": {"name": "f", "strict": True, "parameters": SETS}}
+SCHEMA_OF_SETS = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SETS}}}
+CALL_WITHOUT_JSON = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[1]"}}
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(
     ("fields", "param"),
@@ -82,7 +89,19 @@ def post_both(live: LiveServer, route: str, fields: dict[str, Any], status: int 
         ({"temprature": 0.5}, "temprature"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"guided_json": {"type": "strng"}}, "guided_json"),
+        ({"guided_regex": "a("}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_grammar": "start: nowhere"}, "guided_grammar"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        (SCHEMA_OF_SETS, "response_format"),
         ({"stream_options": {"include_usage": 1}}, "stream_options"),
         ({"stream_options": {"made_up": True}}, "stream_options"),
     ],
@@ -99,11 +118,14 @@ def test_r066_r069_r078_r080_r084_r098_bad_values_are_400_naming_the_field(
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [STRICT_SETS]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}, "response_format"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"store": True}, "store"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -113,7 +135,9 @@ def test_r066_r069_r078_r080_r084_r098_bad_values_are_400_naming_the_field(
         ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens"),
         ({"messages": "hello"}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL_WITHOUT_JSON]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages"),

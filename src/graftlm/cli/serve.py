@@ -110,6 +110,10 @@ def serve(
             help="OpenTelemetry collector that gets a trace of every request, such as http://127.0.0.1:4318.",
         ),
     ] = None,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="How the model writes calls of functions, if its template does not say."),
+    ] = None,
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Write a line of JSON to stderr for every request.")
     ] = False,
@@ -134,6 +138,7 @@ def serve(
     from graftlm.server.http_server import bind
     from graftlm.server.key_file import KeyFile
     from graftlm.server.traces import open_traces
+    from graftlm.text.tool_calls import named_format
 
     # What is wrong with these is said now, not after the model has been loaded.
     permitted_sources(adapter_root or (), adapter_hub_id or (), enable_adapter_loading=enable_adapter_loading)
@@ -142,6 +147,8 @@ def serve(
     tls = _tls(ssl_certfile, ssl_keyfile, ssl_keyfile_password)
     keys = None if api_keys is None else KeyFile(api_keys)
     traces = None if otlp_endpoint is None else open_traces(otlp_endpoint)
+    if tool_call_parser is not None:
+        named_format(tool_call_parser)
     logging.basicConfig(format="%(message)s")
     if keys is None and not _is_loopback(host):
         logging.getLogger("graftlm.server").warning(
@@ -168,6 +175,7 @@ def serve(
             cors_origins=cors_origin or (),
             traces=traces,
             max_body_bytes=num_body_bytes,
+            tool_call_parser=tool_call_parser,
         )
         _run(app, llm, listener, drain_seconds=drain_seconds, tls=tls, show_request=demo)
         training.close()

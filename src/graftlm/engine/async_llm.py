@@ -144,6 +144,16 @@ class AsyncLLM:
         """
         return self._open().registry.resolve(model, may_use=may_use)
 
+    async def tokenizer_of(self, adapter: str | None) -> Tokenizer:
+        """The tokenizer that serves an adapter, or the base.
+
+        Raises:
+            ModelNotFound, AdapterError
+        """
+        engine = self._open()
+        await self._introduce(engine, adapter)
+        return engine.tokenizer_of(adapter)
+
     async def tokenize(
         self, text: str, *, adapter: str | None = None, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
@@ -157,7 +167,7 @@ class AsyncLLM:
             InvalidRequest, ModelNotFound, AdapterError
         """
         check_length(text, self.max_model_len)
-        tokenizer = await self._tokenizer_of(adapter)
+        tokenizer = await self.tokenizer_of(adapter)
         return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens))
 
     async def detokenize(
@@ -168,7 +178,7 @@ class AsyncLLM:
         Raises:
             ModelNotFound, AdapterError
         """
-        decode = partial((await self._tokenizer_of(adapter)).decode, skip_special_tokens=skip_special_tokens)
+        decode = partial((await self.tokenizer_of(adapter)).decode, skip_special_tokens=skip_special_tokens)
         return await asyncio.to_thread(decode, token_ids)
 
     async def tokens_of(self, token_ids: Sequence[int], *, adapter: str | None = None) -> tuple[str, ...]:
@@ -177,7 +187,7 @@ class AsyncLLM:
         Raises:
             ModelNotFound, AdapterError
         """
-        return tuple(map((await self._tokenizer_of(adapter)).token, token_ids))
+        return tuple(map((await self.tokenizer_of(adapter)).token, token_ids))
 
     async def apply_chat_template(
         self, messages: Sequence[Message], *, adapter: str | None = None, **options: Any
@@ -185,13 +195,14 @@ class AsyncLLM:
         """Token ids of a conversation, by the adapter's own chat template or the model's.
 
         Args:
-            options: as for `Tokenizer.render_chat`: add_generation_prompt, continue_final_message, template_variables.
+            options: as for `Tokenizer.render_chat`: add_generation_prompt, continue_final_message, tools,
+                template_variables.
 
         Raises:
             InvalidRequest: there is no template, or it refuses the messages.
             ModelNotFound, AdapterError
         """
-        encode = (await self._tokenizer_of(adapter)).encode_chat
+        encode = (await self.tokenizer_of(adapter)).encode_chat
         return tuple(await asyncio.to_thread(partial(encode, messages, **options)))
 
     async def add_request(
@@ -402,11 +413,6 @@ class AsyncLLM:
         """Have what lies in the adapter folder read before it is used."""
         if not engine.knows(adapter):
             await self._check(partial(engine.introduce, adapter))
-
-    async def _tokenizer_of(self, adapter: str | None) -> Tokenizer:
-        engine = self._open()
-        await self._introduce(engine, adapter)
-        return engine.tokenizer_of(adapter)
 
     def _abort_users(self, adapter: Adapter) -> None:
         if self._engine is not None:

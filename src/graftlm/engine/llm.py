@@ -132,8 +132,13 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
         """Answers to one conversation or several, rendered by the adapter's own chat template or the model's.
+
+        Args:
+            tools: functions that may be called, as OpenAI describes them. Calls are in the answers' text as the model
+                writes them; `graftlm.text.tool_calls.ToolCallReader` reads them.
 
         Raises:
             InvalidRequest: the model has no template, or the template refuses the messages.
@@ -145,7 +150,7 @@ class LLM:
         prompts: list[Prompt] = []
         for conversation, choice in zip(conversations, choices, strict=True):
             tokenizer = self._open().tokenizer_of(None if choice is None else choice_name(choice))
-            prompts.append({"prompt_token_ids": tokenizer.encode_chat(conversation)})
+            prompts.append({"prompt_token_ids": tokenizer.encode_chat(conversation, tools=tools)})
         return self.generate(prompts, params, adapter=adapter)
 
     def logits(self, token_ids: Sequence[int], *, adapter: AdapterChoice | None = None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-import regex  # type: ignore[import-untyped]  # re's syntax, but it can be stopped
+import regex  # re's syntax, but it can be stopped
 
 from graftlm.errors import CheckpointError
 

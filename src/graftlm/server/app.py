@@ -29,6 +29,7 @@ from graftlm.server.not_offered import not_offered_routes
 from graftlm.server.request_ids import RequestIds
 from graftlm.server.responses import response_routes
 from graftlm.server.tokenization import tokenization_routes
+from graftlm.text.tool_calls import named_format
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -49,6 +50,7 @@ def create_app(
     fine_tuning: FineTuningService | None = None,
     cors_origins: Sequence[str] = (),
     traces: TracerProvider | None = None,
+    tool_call_parser: str | None = None,
 ) -> FastAPI:
     """An OpenAI-compatible application over a running engine, which it does not shut down.
 
@@ -62,11 +64,14 @@ def create_app(
         keys: who may do what; without it anyone may do everything.
         traces: gets a span for each request, as `Tracing` describes it.
         cors_origins: of web pages whose scripts may use the server, such as https://example.org, or "*" for any.
+        tool_call_parser: how the model writes calls of functions, one of `graftlm.text.tool_calls.FORMATS`; by default
+            what its chat template says, or its adapter's.
 
     Raises:
         ConfigurationError: loading is on without anything to load from, or the other way round; a root is no folder; an
-            origin is none.
+            origin is none; there is no such tool_call_parser.
     """
+    tool_call_format = None if tool_call_parser is None else named_format(tool_call_parser)
     sources = permitted_sources(adapter_roots, adapter_hub_ids, enable_adapter_loading=enable_adapter_loading)
     metrics = CollectorRegistry()
     metrics.register(EngineCollector(llm))
@@ -74,7 +79,7 @@ def create_app(
     app = FastAPI(title="Graft", redirect_slashes=False)
     for router in (
         completion_routes(llm, request_timeout=request_timeout),
-        chat_routes(llm, request_timeout=request_timeout),
+        chat_routes(llm, request_timeout=request_timeout, tool_call_format=tool_call_format),
         response_routes(llm, request_timeout=request_timeout),
         tokenization_routes(llm),
         model_routes(llm),

@@ -13,32 +13,60 @@ from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.outputs import CompletionOutput, RequestOutput
 from graftlm.server.callers import resolve_model
 from graftlm.server.logprobs import chat_logprobs, prompt_logprobs
-from graftlm.server.replies import ChatChoice, ChatChunkChoice, ChatDelta, Envelope, TokenCount
+from graftlm.server.replies import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatFinishReason,
+    ChatMessage,
+    Envelope,
+    TokenCount,
+)
 from graftlm.server.schemas import ChatRequest
 from graftlm.server.streaming import EventStream, begun, collect, submit
+from graftlm.server.tool_use import ToolAnswer, ToolUse, tool_use, with_names
+from graftlm.text.tool_calls import ToolCallFormat
 
 
-def chat_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRouter:
-    """Args: request_timeout: most seconds that a request may take."""
+def chat_routes(llm: AsyncLLM, *, request_timeout: float | None, tool_call_format: ToolCallFormat | None) -> APIRouter:
+    """Args:
+    request_timeout: most seconds that a request may take.
+    tool_call_format: how the model writes calls; None to go by chat templates.
+    """
     router = APIRouter()
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         adapter = resolve_model(request, llm, body.model)
         params = body.sampling_params()
-        messages = [message.for_template() for message in body.messages]
-        prompt_token_ids = await llm.apply_chat_template(messages, adapter=adapter, **body.template_options())
-        timeout = body.timeout_within(request_timeout)
-        streams = await submit(request, llm, [list(prompt_token_ids)], params, adapter=adapter, timeout=timeout)
+        tools = tool_use(body, await llm.tokenizer_of(adapter), tool_call_format)
+        if tools is not None:
+            tools.check_alone(body.form_field)
+            params = tools.params(params)
+        prompt_token_ids = await llm.apply_chat_template(
+            with_names([message.for_template() for message in body.messages]),
+            adapter=adapter,
+            tools=None if tools is None else tools.definitions,
+            **body.template_options(),
+        )
+        streams = await submit(
+            request,
+            llm,
+            [list(prompt_token_ids)],
+            params,
+            adapter=adapter,
+            timeout=body.timeout_within(request_timeout),
+            form_field=body.form_field or "tools",
+        )
         if body.stream:
             envelope = Envelope(prefix="chatcmpl", kind="chat.completion.chunk", model=body.model)
             deltas = await begun(request, streams)
-            return EventStream(_chunks(envelope, body, deltas, num_choices=params.n), streams, request)
+            return EventStream(_chunks(envelope, body, deltas, tools, num_choices=params.n), streams, request)
         envelope = Envelope(prefix="chatcmpl", kind="chat.completion", model=body.model)
         [output] = await collect(request, streams)
         count = TokenCount()
         count.add(output)
-        choices = [_choice(answer, body) for answer in output.outputs]
+        choices = [_choice(answer, body, tools) for answer in output.outputs]
         return JSONResponse(envelope.holding(choices, usage=count.usage, **_prompt_details(output, body)))
 
     return router
@@ -53,12 +81,20 @@ def _prompt_details(output: RequestOutput, body: ChatRequest) -> dict[str, Any]:
     return details
 
 
-def _choice(answer: CompletionOutput, body: ChatRequest) -> ChatChoice:
+def _choice(answer: CompletionOutput, body: ChatRequest, tools: ToolUse | None) -> ChatChoice:
+    message: ChatMessage = {"role": "assistant", "content": answer.text}
+    finish_reason: ChatFinishReason | None = answer.finish_reason
+    if tools is not None:
+        read = tools.answer()
+        content, calls = read.whole(answer.text)
+        finish_reason = read.finish_reason(answer.finish_reason)
+        if calls:
+            message = {"role": "assistant", "content": content or None, "tool_calls": calls}
     choice: ChatChoice = {
         "index": answer.index,
-        "message": {"role": "assistant", "content": answer.text},
+        "message": message,
         "logprobs": None if answer.logprobs is None else chat_logprobs(answer.logprobs),
-        "finish_reason": answer.finish_reason,
+        "finish_reason": finish_reason,
         "stop_reason": answer.stop_reason,
     }
     if body.return_token_ids:
@@ -67,9 +103,15 @@ def _choice(answer: CompletionOutput, body: ChatRequest) -> ChatChoice:
 
 
 async def _chunks(
-    envelope: Envelope, body: ChatRequest, deltas: AsyncGenerator[tuple[int, RequestOutput]], *, num_choices: int
+    envelope: Envelope,
+    body: ChatRequest,
+    deltas: AsyncGenerator[tuple[int, RequestOutput]],
+    tools: ToolUse | None,
+    *,
+    num_choices: int,
 ) -> AsyncGenerator[dict[str, Any]]:
     count = TokenCount()
+    readers = {} if tools is None else {index: tools.answer() for index in range(num_choices)}
     no_usage: dict[str, Any] = {"usage": None} if body.include_usage else {}
     has_shown_prompt = False
     for index in range(num_choices):
@@ -78,10 +120,11 @@ async def _chunks(
         async for _, delta in deltas:
             count.add(delta)
             for answer in delta.outputs:
-                if answer.text or answer.finish_reason or answer.logprobs or body.return_token_ids:
+                choice = _chunk_choice(answer, body, readers.get(answer.index))
+                if choice["delta"] or choice["finish_reason"] or choice["logprobs"] or body.return_token_ids:
                     prompt = {} if has_shown_prompt else _prompt_details(delta, body)
                     has_shown_prompt = True
-                    yield envelope.holding([_chunk_choice(answer, body)], **no_usage, **prompt)
+                    yield envelope.holding([choice], **no_usage, **prompt)
     if body.include_usage:
         yield envelope.holding([], usage=count.usage)
 
@@ -91,12 +134,20 @@ def _opening(index: int) -> ChatChunkChoice:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
 
-def _chunk_choice(answer: CompletionOutput, body: ChatRequest) -> ChatChunkChoice:
+def _chunk_choice(answer: CompletionOutput, body: ChatRequest, reader: ToolAnswer | None) -> ChatChunkChoice:
+    delta: ChatDelta = {"content": answer.text} if answer.text else {}
+    finish_reason: ChatFinishReason | None = answer.finish_reason
+    if reader is not None:
+        piece = reader.push(answer.text, is_last=answer.finish_reason is not None)
+        finish_reason = reader.finish_reason(answer.finish_reason)
+        delta = {"content": piece.content} if piece.content else {}
+        if piece.tool_calls:
+            delta["tool_calls"] = piece.tool_calls
     choice: ChatChunkChoice = {
         "index": answer.index,
-        "delta": {"content": answer.text} if answer.text else {},
+        "delta": delta,
         "logprobs": None if answer.logprobs is None else chat_logprobs(answer.logprobs),
-        "finish_reason": answer.finish_reason,
+        "finish_reason": finish_reason,
         "stop_reason": answer.stop_reason,
     }
     if body.return_token_ids:

@@ -34,7 +34,16 @@ def completion_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRou
         prompts = body.prompt
         if body.add_special_tokens is False:
             prompts = tuple([await _bare(llm, prompt, adapter) for prompt in prompts])
-        streams = await submit(request, llm, prompts, params, adapter=adapter, timeout=timeout, if_too_long=rest)
+        streams = await submit(
+            request,
+            llm,
+            prompts,
+            params,
+            adapter=adapter,
+            timeout=timeout,
+            if_too_long=rest,
+            form_field=body.form_field,
+        )
         with given_up_on_error(streams):
             # Only now are the ids known to be tokens of this model.
             echoes = [await _text(llm, prompt, adapter) if body.echo else "" for prompt in body.prompt]

@@ -48,6 +48,8 @@ class RankedToken(TypedDict):
     decoded_token: str
 
 
+ChatFinishReason = FinishReason | Literal["tool_calls"]
+
 # One for each of the prompt's tokens, by token id; nothing predicts the first.
 PromptLogprobs = list[dict[str, RankedToken] | None]
 
@@ -66,21 +68,48 @@ class ChatLogprobs(TypedDict):
     content: list[ChatLogprob]
 
 
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class CalledFunctionPiece(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallPiece(TypedDict):
+    """The first piece of a call has its id, its type and its name, the others arguments only."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunctionPiece
+
+
 class ChatMessage(TypedDict):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallPiece]]
 
 
 class ChatChoice(TypedDict):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: str | int | None
     token_ids: NotRequired[list[int]]
 
@@ -89,7 +118,7 @@ class ChatChunkChoice(TypedDict):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: str | int | None
     token_ids: NotRequired[list[int]]
 

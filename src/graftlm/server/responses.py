@@ -31,7 +31,9 @@ def response_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRoute
         params = body.sampling_params()
         prompt_token_ids = await llm.apply_chat_template(body.messages(), adapter=adapter)
         timeout = body.timeout_within(request_timeout)
-        streams = await submit(request, llm, [list(prompt_token_ids)], params, adapter=adapter, timeout=timeout)
+        streams = await submit(
+            request, llm, [list(prompt_token_ids)], params, adapter=adapter, timeout=timeout, form_field="text"
+        )
         writer = ResponseWriter(body)
         if body.stream:
             deltas = await begun(request, streams)
@@ -134,7 +136,7 @@ class ResponseWriter:
             "safety_identifier": body.safety_identifier,
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _text_format(body)},
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": body.top_logprobs or 0,
@@ -149,6 +151,11 @@ class ResponseWriter:
 
     def _part(self, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": _rated(logprobs)}
+
+
+def _text_format(body: ResponseRequest) -> dict[str, Any]:
+    asked = None if body.text is None else body.text.format
+    return {"type": "text"} if asked is None else asked.model_dump(by_alias=True, exclude_none=True)
 
 
 def _rated(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:

@@ -5,52 +5,21 @@ for nothing; any other value is refused."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from graftlm.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from graftlm.errors import InvalidRequest
-from graftlm.server.prompts import MAX_ANSWERS, Prompt, is_sendable, parse_prompts
+from graftlm.server.fields import Strict, Text, nothing_but
+from graftlm.server.prompts import MAX_ANSWERS, Prompt, parse_prompts
+from graftlm.server.structured_fields import StructuredFields, TextFormat, structured_output
+from graftlm.server.tool_fields import AssistantCall, ToolFields
 
 _LARGEST_INTEGER = 2**31 - 1
 _LONGEST_NAME = 256
 _LONGEST_PATH = 4096
-
-
-def _check_unicode(text: str) -> str:
-    if not is_sendable(text):
-        raise PydanticCustomError("surrogate", "text without unpaired surrogates")
-    return text
-
-
-Text = Annotated[str, AfterValidator(_check_unicode)]
-
-
-# Told apart by identity: 1 equals True, and `Annotated` gives one type for equal arguments.
-@dataclass(frozen=True, eq=False)
-class NothingBut:
-    """What is not offered: the field may only hold values which ask for nothing."""
-
-    harmless: tuple[object, ...]
-
-    def __call__(self, value: object) -> object:
-        if any(value == allowed and type(value) is type(allowed) for allowed in self.harmless):
-            return value
-        shown = ", ".join("null" if allowed is None else str(allowed) for allowed in self.harmless)
-        raise PydanticCustomError("unsupported", "allowed: {shown}; do: leave it out", {"shown": shown})
-
-
-def _nothing_but(*harmless: object) -> PlainValidator:
-    return PlainValidator(NothingBut(harmless))
-
-
-def harmless_values(body: type[BaseModel], name: str) -> tuple[object, ...] | None:
-    """The values of a field that are accepted because they ask for nothing; None if the field is honoured."""
-    checks = (getattr(entry, "func", None) for entry in body.model_fields[name].metadata)
-    return next((check.harmless for check in checks if isinstance(check, NothingBut)), None)
 
 
 def _as_list(value: object) -> object:
@@ -69,20 +38,16 @@ def _as_parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
-    include_obfuscation: Annotated[Any, _nothing_but(None, False)] = None
+    include_obfuscation: Annotated[Any, nothing_but(None, False)] = None
 
 
-class StreamOptionsOfResponse(_Strict):
-    include_obfuscation: Annotated[Any, _nothing_but(None, False)] = None
+class StreamOptionsOfResponse(Strict):
+    include_obfuscation: Annotated[Any, nothing_but(None, False)] = None
 
 
-class _Generation(_Strict):
+class _Generation(StructuredFields):
     """What both generation routes share. null is the same as absent; the defaults are those of `SamplingParams`."""
 
     model: Text
@@ -111,13 +76,13 @@ class _Generation(_Strict):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
-    allowed_token_ids: Annotated[Any, _nothing_but(None)] = None
-    cache_salt: Annotated[Any, _nothing_but(None)] = None
-    length_penalty: Annotated[Any, _nothing_but(None, 1, 1.0)] = None
-    return_tokens_as_token_ids: Annotated[Any, _nothing_but(None, False)] = None
-    spaces_between_special_tokens: Annotated[Any, _nothing_but(None, True)] = None
-    truncate_prompt_tokens: Annotated[Any, _nothing_but(None)] = None
-    use_beam_search: Annotated[Any, _nothing_but(None, False)] = None
+    allowed_token_ids: Annotated[Any, nothing_but(None)] = None
+    cache_salt: Annotated[Any, nothing_but(None)] = None
+    length_penalty: Annotated[Any, nothing_but(None, 1, 1.0)] = None
+    return_tokens_as_token_ids: Annotated[Any, nothing_but(None, False)] = None
+    spaces_between_special_tokens: Annotated[Any, nothing_but(None, True)] = None
+    truncate_prompt_tokens: Annotated[Any, nothing_but(None)] = None
+    use_beam_search: Annotated[Any, nothing_but(None, False)] = None
 
     # Graft's own: seconds after which the request is given up.
     timeout: Annotated[float, Field(gt=0)] | None = None
@@ -162,6 +127,8 @@ class _Generation(_Strict):
             given["top_k"] = 0 if self.top_k == -1 else self.top_k
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+        if (structured := self.structured()) is not None:
+            given["structured"] = structured
         return given
 
 
@@ -186,8 +153,8 @@ class CompletionRequest(_Generation):
     echo: bool | None = None
     logprobs: int | None = None
 
-    best_of: Annotated[Any, _nothing_but(None, 1)] = None
-    suffix: Annotated[Any, _nothing_but(None, "")] = None
+    best_of: Annotated[Any, nothing_but(None, 1)] = None
+    suffix: Annotated[Any, nothing_but(None, "")] = None
 
     def sampling_params(self) -> SamplingParams:
         """Raises InvalidRequest: a value is out of range."""
@@ -208,38 +175,59 @@ class CompletionRequest(_Generation):
         return SamplingParams(**given, logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: Text
 
 
-class Message(_Strict):
+class Message(Strict):
     """One turn. The fields that an assistant's own reply comes with are accepted when they are empty, so that it can be
     sent back as it is."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(_as_parts), Field(min_length=1)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Annotated[list[TextPart], Field(min_length=1)] | None, BeforeValidator(_as_parts)] = None
     name: Text | None = None
+    tool_calls: list[AssistantCall] | None = None
+    tool_call_id: Text | None = None
 
-    refusal: Annotated[Any, _nothing_but(None)] = None
-    annotations: Annotated[Any, _nothing_but(None, [])] = None
-    audio: Annotated[Any, _nothing_but(None)] = None
-    function_call: Annotated[Any, _nothing_but(None)] = None
-    tool_calls: Annotated[Any, _nothing_but(None, [])] = None
+    refusal: Annotated[Any, nothing_but(None)] = None
+    annotations: Annotated[Any, nothing_but(None, [])] = None
+    audio: Annotated[Any, nothing_but(None)] = None
+    function_call: Annotated[Any, nothing_but(None)] = None
 
-    def for_template(self) -> dict[str, str]:
-        """What the chat template sees. Text parts are joined with nothing between them."""
-        turn = {"role": self.role, "content": "".join(part.text for part in self.content)}
-        return turn if self.name is None else {**turn, "name": self.name}
+    @model_validator(mode="after")
+    def _check_tools(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("no_content", "content, which only a turn of tool_calls may leave out")
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("tool_calls", "tool_calls in turns of the assistant only")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise PydanticCustomError("tool_call_id", "tool_call_id in turns of the role tool, and only there")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """What the chat template sees. Text parts are joined with nothing between them.
+
+        Raises:
+            InvalidRequest: a call's arguments are no JSON object.
+        """
+        turn: dict[str, Any] = {"role": self.role, "content": "".join(part.text for part in self.content or ())}
+        if self.name is not None:
+            turn["name"] = self.name
+        if self.tool_calls:
+            turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            turn["tool_call_id"] = self.tool_call_id
+        return turn
 
 
-class _Rendering(_Strict):
+class _Rendering(Strict):
     """How messages become a prompt. The fields are vLLM's."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: Annotated[Any, _nothing_but(None)] = None
+    chat_template: Annotated[Any, nothing_but(None)] = None
 
     def template_options(self) -> dict[str, Any]:
         """Keyword arguments of `Tokenizer.render_chat`.
@@ -262,7 +250,7 @@ class _Rendering(_Strict):
         }
 
 
-class ChatRequest(_Generation, _Rendering):
+class ChatRequest(_Generation, _Rendering, ToolFields):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -271,25 +259,21 @@ class ChatRequest(_Generation, _Rendering):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    audio: Annotated[Any, _nothing_but(None)] = None
-    function_call: Annotated[Any, _nothing_but(None, "none", "auto")] = None
-    functions: Annotated[Any, _nothing_but(None, [])] = None
-    modalities: Annotated[Any, _nothing_but(None, ["text"])] = None
-    moderation: Annotated[Any, _nothing_but(None)] = None
-    parallel_tool_calls: bool | None = None
-    prediction: Annotated[Any, _nothing_but(None)] = None
+    audio: Annotated[Any, nothing_but(None)] = None
+    function_call: Annotated[Any, nothing_but(None, "none", "auto")] = None
+    functions: Annotated[Any, nothing_but(None, [])] = None
+    modalities: Annotated[Any, nothing_but(None, ["text"])] = None
+    moderation: Annotated[Any, nothing_but(None)] = None
+    prediction: Annotated[Any, nothing_but(None)] = None
     prompt_cache_key: Text | None = None
-    prompt_cache_options: Annotated[Any, _nothing_but(None)] = None
-    prompt_cache_retention: Annotated[Any, _nothing_but(None, "in_memory")] = None
-    reasoning_effort: Annotated[Any, _nothing_but(None, "none")] = None
-    response_format: Annotated[Any, _nothing_but(None, {"type": "text"})] = None
+    prompt_cache_options: Annotated[Any, nothing_but(None)] = None
+    prompt_cache_retention: Annotated[Any, nothing_but(None, "in_memory")] = None
+    reasoning_effort: Annotated[Any, nothing_but(None, "none")] = None
     safety_identifier: Text | None = None
-    service_tier: Annotated[Any, _nothing_but(None, "auto", "default")] = None
-    store: Annotated[Any, _nothing_but(None, False)] = None
-    tool_choice: Annotated[Any, _nothing_but(None, "none", "auto")] = None
-    tools: Annotated[Any, _nothing_but(None, [])] = None
-    verbosity: Annotated[Any, _nothing_but(None, "medium")] = None
-    web_search_options: Annotated[Any, _nothing_but(None)] = None
+    service_tier: Annotated[Any, nothing_but(None, "auto", "default")] = None
+    store: Annotated[Any, nothing_but(None, False)] = None
+    verbosity: Annotated[Any, nothing_but(None, "medium")] = None
+    web_search_options: Annotated[Any, nothing_but(None)] = None
 
     def sampling_params(self) -> SamplingParams:
         """Without a limit the answer may take what is left of the context.
@@ -315,17 +299,17 @@ class ChatRequest(_Generation, _Rendering):
         )
 
 
-class ResponsePart(_Strict):
+class ResponsePart(Strict):
     """A piece of a message's text: sent, or out of an earlier response."""
 
     type: Literal["input_text", "output_text"]
     text: Text
-    annotations: Annotated[Any, _nothing_but(None, [])] = None
+    annotations: Annotated[Any, nothing_but(None, [])] = None
     # What the earlier response told of its tokens.
     logprobs: list[Any] | None = None
 
 
-class ResponseMessage(_Strict):
+class ResponseMessage(Strict):
     """An item of a response's input: a message, which may be one that came out of an earlier response."""
 
     type: Literal["message"] = "message"
@@ -333,10 +317,17 @@ class ResponseMessage(_Strict):
     content: Annotated[list[ResponsePart], BeforeValidator(_as_input_parts), Field(min_length=1)]
     id: Text | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
-    phase: Annotated[Any, _nothing_but(None)] = None
+    phase: Annotated[Any, nothing_but(None)] = None
 
 
-class ResponseRequest(_Strict):
+class ResponseText(Strict):
+    """What a response's text is to look like."""
+
+    format: TextFormat | None = None
+    verbosity: Annotated[Any, nothing_but(None, "medium")] = None
+
+
+class ResponseRequest(Strict):
     """Body of POST /v1/responses."""
 
     model: Text
@@ -360,22 +351,22 @@ class ResponseRequest(_Strict):
     stop: Annotated[list[Text] | None, BeforeValidator(_as_list)] = None
     timeout: Annotated[float, Field(gt=0)] | None = None
 
-    background: Annotated[Any, _nothing_but(None, False)] = None
-    context_management: Annotated[Any, _nothing_but(None)] = None
-    conversation: Annotated[Any, _nothing_but(None)] = None
-    max_tool_calls: Annotated[Any, _nothing_but(None)] = None
-    moderation: Annotated[Any, _nothing_but(None)] = None
-    previous_response_id: Annotated[Any, _nothing_but(None)] = None
-    prompt: Annotated[Any, _nothing_but(None)] = None
-    prompt_cache_options: Annotated[Any, _nothing_but(None)] = None
-    prompt_cache_retention: Annotated[Any, _nothing_but(None, "in_memory")] = None
-    reasoning: Annotated[Any, _nothing_but(None)] = None
-    service_tier: Annotated[Any, _nothing_but(None, "auto", "default")] = None
-    store: Annotated[Any, _nothing_but(None, False)] = None
-    text: Annotated[Any, _nothing_but(None, {}, {"format": {"type": "text"}})] = None
-    tool_choice: Annotated[Any, _nothing_but(None, "none", "auto")] = None
-    tools: Annotated[Any, _nothing_but(None, [])] = None
-    truncation: Annotated[Any, _nothing_but(None, "disabled")] = None
+    background: Annotated[Any, nothing_but(None, False)] = None
+    context_management: Annotated[Any, nothing_but(None)] = None
+    conversation: Annotated[Any, nothing_but(None)] = None
+    max_tool_calls: Annotated[Any, nothing_but(None)] = None
+    moderation: Annotated[Any, nothing_but(None)] = None
+    previous_response_id: Annotated[Any, nothing_but(None)] = None
+    prompt: Annotated[Any, nothing_but(None)] = None
+    prompt_cache_options: Annotated[Any, nothing_but(None)] = None
+    prompt_cache_retention: Annotated[Any, nothing_but(None, "in_memory")] = None
+    reasoning: Annotated[Any, nothing_but(None)] = None
+    service_tier: Annotated[Any, nothing_but(None, "auto", "default")] = None
+    store: Annotated[Any, nothing_but(None, False)] = None
+    text: ResponseText | None = None
+    tool_choice: Annotated[Any, nothing_but(None, "none", "auto")] = None
+    tools: Annotated[Any, nothing_but(None, [])] = None
+    truncation: Annotated[Any, nothing_but(None, "disabled")] = None
 
     def messages(self) -> list[dict[str, str]]:
         """The conversation for the chat template, instructions first."""
@@ -403,6 +394,9 @@ class ResponseRequest(_Strict):
             )
         names = ("temperature", "top_p", "seed", "stop")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        form = None if self.text is None or self.text.format is None else self.text.format.form()
+        if form is not None:
+            given["structured"] = structured_output(form, "text")
         logprobs = (self.top_logprobs or 0) if self.include else None
         return SamplingParams(**given, max_tokens=self.max_output_tokens, logprobs=logprobs)
 
@@ -436,14 +430,14 @@ class TokenizeRequest(_Rendering):
                 raise InvalidRequest(f"{name} belongs to {other}", param=name, do="leave it out")
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     """Body of POST /detokenize. Without a model it is the base's tokenizer that is asked."""
 
     model: Text | None = None
     tokens: list[Annotated[int, Field(ge=0, le=_LARGEST_INTEGER)]]
 
 
-class LoadAdapterRequest(_Strict):
+class LoadAdapterRequest(Strict):
     """Body of POST /v1/load_lora_adapter. A relative `lora_path` is looked for below each allowed folder."""
 
     lora_name: Annotated[Text, Field(min_length=1, max_length=_LONGEST_NAME)]
@@ -451,11 +445,11 @@ class LoadAdapterRequest(_Strict):
     load_inplace: bool | None = None
 
 
-class UnloadAdapterRequest(_Strict):
+class UnloadAdapterRequest(Strict):
     """Body of POST /v1/unload_lora_adapter."""
 
     lora_name: Annotated[Text, Field(min_length=1, max_length=_LONGEST_NAME)]
-    lora_int_id: Annotated[Any, _nothing_but(None)] = None
+    lora_int_id: Annotated[Any, nothing_but(None)] = None
 
     # Not vLLM's: end running requests instead of letting them finish.
     force: bool | None = None

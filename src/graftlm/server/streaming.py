@@ -22,6 +22,7 @@ from graftlm.errors import ContextLengthExceeded, EngineClosed
 from graftlm.server.callers import caller_of
 from graftlm.server.errors import ClientGone, error_reply, log_failure
 from graftlm.server.prompts import Prompt
+from graftlm.server.structured_fields import blamed_on
 from graftlm.server.work import work_of
 
 Chunks = AsyncGenerator[Mapping[str, Any]]
@@ -36,6 +37,7 @@ async def submit(
     adapter: str | None,
     timeout: float | None,
     if_too_long: SamplingParams | None = None,
+    form_field: str | None = None,
 ) -> list[RequestStream]:
     """Hand all prompts to the engine at once, so that they run in one batch; or none, when one of them is refused. They
     run on the account of the request's caller, and are noted as its work.
@@ -44,6 +46,7 @@ async def submit(
         adapter: as `resolve_model` gave it.
         timeout: seconds that each of them has.
         if_too_long: for a prompt that leaves no room for what `params` asks for.
+        form_field: the field that asked for `params.structured`.
 
     Raises:
         InvalidRequest, ModelNotFound, EngineOverloaded: what the engine says of the first prompt it refuses.
@@ -65,7 +68,7 @@ async def submit(
     refusals = [result for result in results if isinstance(result, BaseException)]
     if refusals:
         abort(streams)
-        raise refusals[0]
+        raise blamed_on(form_field, refusals[0])
     work_of(request).add(streams)
     return streams
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 
 from graftlm.errors import CheckpointError, InvalidRequest
 from graftlm.text.gguf_tokenizer import read_gguf_tokenizer
+from graftlm.text.tool_calls.description import tell_tools
 
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
@@ -101,6 +103,11 @@ class Tokenizer:
         left_out = skip_special_tokens and token_id in self._special_ids
         return not left_out and self._backend.id_to_token(token_id) is not None
 
+    def token_id(self, token: str) -> int | None:
+        """The id of an entry of the vocabulary, by its spelling there."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
+
     def token(self, token_id: int) -> str:
         """The id's entry in the vocabulary, as the tokenizer spells it; empty for an id beyond it."""
         entry: str | None = self._backend.id_to_token(token_id)
@@ -117,6 +124,7 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         template_variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
         """The prompt text for a conversation, by the model's own chat template (in Jinja's sandbox).
@@ -127,6 +135,8 @@ class Tokenizer:
             add_generation_prompt: end with the header of the assistant's next turn.
             continue_final_message: end inside the last message, which the answer goes on with; needs
                 add_generation_prompt to be off.
+            tools: functions that may be called, as OpenAI describes them. A template that does not speak of tools is
+                told of them in the system message.
             template_variables: what the template sees beside the conversation (`enable_thinking`, say).
 
         Raises:
@@ -146,12 +156,15 @@ class Tokenizer:
             )
         has_developers = "developer" in self.chat_template
         try:
+            if not re.search(r"\btools\b", self.chat_template):
+                messages, tools = tell_tools(messages, tools or ()), None
             text: str = self._hf.apply_chat_template(
                 [dict(message) if has_developers else _with_known_role(message) for message in messages],
                 chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=None if not tools else [dict(tool) for tool in tools],
                 **template_variables,
             )
         except Exception as cause:  # a template is foreign code: it can divide by zero, recurse without end, …

@@ -1,8 +1,8 @@
 """Functions that a model may call: how each family writes a call, reading calls out of text, and grammars that make a
 model write them."""
 
-from graftlm.text.tool_calls.description import describe_tools
-from graftlm.text.tool_calls.formats import FORMATS, ToolCallFormat, format_of_template
+from graftlm.text.tool_calls.description import tell_tools
+from graftlm.text.tool_calls.formats import FORMATS, ToolCallFormat, format_of_template, named_format
 from graftlm.text.tool_calls.grammar import Tool, calls_only, text_or_calls
 from graftlm.text.tool_calls.reader import CallArguments, CallBegun, CallGivenUp, ToolCallReader, ToolEvent
 
@@ -16,7 +16,8 @@ __all__ = [
     "ToolCallReader",
     "ToolEvent",
     "calls_only",
-    "describe_tools",
     "format_of_template",
+    "named_format",
+    "tell_tools",
     "text_or_calls",
 ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import regex
 
-from graftlm.errors import InvalidRequest
+from graftlm.errors import ConfigurationError, InvalidRequest
 
 _JSON_HEADER = r'\s*\{\s*"name"\s*:\s*"(?P<name>[\w.\-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 _JSON_TAIL = r'\s*(?:,\s*"id"\s*:\s*"[^"]*"\s*)?\}'
@@ -26,13 +26,14 @@ class ToolCallFormat:
     write_call: a call without its arguments, given the name: what is before them and after.
     first, between, last: what is written before, between and after calls.
     special: pieces of these texts that may be tokens of their own.
-    ends_arguments: text that ends the arguments, which are not JSON then. to_json: arguments as JSON; raises ValueError.
+    ends_arguments: text that ends the arguments, which are not JSON then.
+    to_json: arguments as JSON; raises ValueError.
     call_id_len: characters of a call's id that the family's templates insist on.
     """
 
     name: str
     marker: str | None
-    opening: regex.Pattern[str] = regex.compile("")
+    opening: regex.Pattern[str] = field(default_factory=lambda: regex.compile(""))
     header: regex.Pattern[str]
     tail: regex.Pattern[str]
     following: regex.Pattern[str] | None = None
@@ -136,6 +137,13 @@ FORMATS = {
         ),
     )
 }
+
+
+def named_format(name: str) -> ToolCallFormat:
+    """Raises ConfigurationError: there is none of this name."""
+    if name not in FORMATS:
+        raise ConfigurationError("there is no such tool_call_parser", got=name, allowed=", ".join(FORMATS))
+    return FORMATS[name]
 
 
 def format_of_template(chat_template: str) -> ToolCallFormat:

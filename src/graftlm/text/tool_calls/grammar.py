@@ -70,9 +70,7 @@ def _literal(text: str, special: Sequence[str], token_of: TokenOf) -> str:
     """A text in Lark, pieces that are tokens of their own by their ids."""
     pieces = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
     ids = {piece: token_of(piece) for piece in special}
-    return " ".join(
-        json.dumps(piece) if ids.get(piece) is None else f"<[{ids[piece]}]>" for piece in pieces if piece
-    )
+    return " ".join(json.dumps(piece) if ids.get(piece) is None else f"<[{ids[piece]}]>" for piece in pieces if piece)
 
 
 def _compact(schema: Mapping[str, Any]) -> str:

@@ -140,7 +140,10 @@ class ToolCallReader:
         if call is None or call[0] not in self._names:
             return self._give_up()
         name, arguments = call
-        self._events += [CallBegun(index=self.num_calls, name=name), CallArguments(index=self.num_calls, text=arguments)]
+        self._events += [
+            CallBegun(index=self.num_calls, name=name),
+            CallArguments(index=self.num_calls, text=arguments),
+        ]
         self._take(start + end)
         self.num_calls += 1
         return self._go_on(self._read_following)

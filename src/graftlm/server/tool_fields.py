@@ -1,0 +1,84 @@
+"""Fields about tools, as OpenAI's chat completions spell them."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from graftlm.errors import InvalidRequest
+from graftlm.server.fields import Strict, Text
+
+MAX_TOOLS = 128
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
+
+
+class FunctionDefinition(Strict):
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(Strict):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionReference(Strict):
+    name: FunctionName
+
+
+class ToolReference(Strict):
+    type: Literal["function"]
+    function: FunctionReference
+
+
+class AllowedSet(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolReference], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Strict):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedSet
+
+
+class ToolFields(Strict):
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolReference | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class CalledFunction(Strict):
+    name: Text
+    arguments: Text
+
+
+class AssistantCall(Strict):
+    """A call in an assistant's earlier turn."""
+
+    id: Text
+    type: Literal["function"]
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """As templates expect it: the arguments are an object.
+
+        Raises:
+            InvalidRequest: they are none.
+        """
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(
+                f"the arguments of the call {self.id} are no JSON object",
+                param="messages",
+                got=repr(self.function.arguments)[:100],
+                do="send them as they came, or leave the call out",
+            )
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}

@@ -29,7 +29,8 @@ from graftlm.text.tool_calls import (
     text_or_calls,
 )
 
-ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
+# Of a function without parameters, as OpenAI has it.
+NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,7 @@ def tool_use(body: ToolFields, tokenizer: Tokenizer, form: ToolCallFormat | None
     allowed = _allowed_names(choice)
     chosen = [tool.function for tool in body.tools if allowed is None or tool.function.name in allowed]
     tools = tuple(
-        Tool(name=function.name, parameters=ANY_ARGUMENTS if function.parameters is None else function.parameters)
+        Tool(name=function.name, parameters=NO_ARGUMENTS if function.parameters is None else function.parameters)
         for function in chosen
     )
     mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice

@@ -12,8 +12,6 @@ from graftlm.text.tool_calls.formats import ToolCallFormat
 
 TokenOf = Callable[[str], int | None]
 
-_ANY_TEXT = r"/(.|\n)*/"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
@@ -29,7 +27,7 @@ def calls_only(form: ToolCallFormat, tools: Sequence[Tool], *, several: bool, to
     Args:
         token_of: the id of a text that is a token of its own, if it is one.
     """
-    return "\n".join(["start: calls", *_rules(form, tools, several, token_of)])
+    return _Writer(form, tools, several, token_of).grammar("start: calls")
 
 
 def text_or_calls(form: ToolCallFormat, tools: Sequence[Tool], *, several: bool, token_of: TokenOf) -> str:
@@ -37,33 +35,53 @@ def text_or_calls(form: ToolCallFormat, tools: Sequence[Tool], *, several: bool,
 
     Args: as for `calls_only`.
     """
+    writer = _Writer(form, tools, several, token_of)
     if form.marker is None:
-        plain = "TEXT: /[^\\s{\\[<](.|\\n)*/"
-        return "\n".join(["start: calls | TEXT |", plain, *_rules(form, tools, several, token_of)])
+        return writer.grammar("start: calls | TEXT |", "TEXT: /[^\\s{\\[<](.|\\n)*/")
     marker = re.sub(r"([\[\]|/\\])", r"\\\1", form.marker)
-    return "\n".join(
-        [
-            "start: TEXT calls | TEXT",
-            f"TEXT: {_ANY_TEXT} & ~/(.|\\n)*{marker}(.|\\n)*/",
-            *_rules(form, tools, several, token_of),
-        ]
-    )
+    text = f"TEXT: /(.|\\n)*/ & ~/(.|\\n)*{marker}(.|\\n)*/"
+    if token_of(form.marker) is not None:
+        return writer.grammar("start: TEXT calls | TEXT", text)
+    # Text ends where the marker does: the lexer does not go back to where it begins.
+    return writer.grammar("start: head begun_calls | TEXT", text, f"head[lazy]: /(.|\\n)*{marker}/")
 
 
-def _rules(form: ToolCallFormat, tools: Sequence[Tool], several: bool, token_of: TokenOf) -> list[str]:
-    def written(text: str) -> str:
-        return _literal(text, form.special, token_of)
+class _Writer:
+    """Rules for one family's calls of some tools. `calls` are one or more; `begun_calls` the same behind the marker."""
 
-    more = f" ({written(form.between)} call)*" if several else ""
-    rules = [f"calls: {written(form.first)} call{more} {written(form.last)}"]
-    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
-    for index, tool in enumerate(tools):
-        before, after = form.write_call(tool.name)
-        arguments = "gemma_object" if form.ends_arguments is not None else f"%json {_compact(tool.parameters)}"
-        rules.append(f"call_{index}: {written(before)} {arguments} {written(after)}")
-    if form.ends_arguments is not None:
-        rules += _gemma_rules(written(form.special[2]))
-    return rules
+    def __init__(self, form: ToolCallFormat, tools: Sequence[Tool], several: bool, token_of: TokenOf) -> None:
+        self._form = form
+        self._tools = tools
+        self._several = several
+        self._token_of = token_of
+
+    def grammar(self, *rules: str) -> str:
+        form = self._form
+        more = f" ({self._text(form.between)} call)*" if self._several else ""
+        end = f"{more} {self._text(form.last)}"
+        calls = [f"calls: {self._text(form.first)} call{end}", *self._calls("call", "")]
+        if any("begun_calls" in rule for rule in rules):
+            marker = form.marker or ""
+            if form.first:
+                calls.append(f"begun_calls: {self._text(form.first.removeprefix(marker))} call{end}")
+            else:
+                calls += [f"begun_calls: begun{end}", *self._calls("begun", marker)]
+        if form.ends_arguments is not None:
+            calls += _gemma_rules(self._text(form.special[2]))
+        return "\n".join([*rules, *calls])
+
+    def _calls(self, rule: str, begun_with: str) -> list[str]:
+        """A rule for one call of any of the tools, less what it has begun with."""
+        rules = [f"{rule}: " + " | ".join(f"{rule}_{index}" for index in range(len(self._tools)))]
+        for index, tool in enumerate(self._tools):
+            before, after = self._form.write_call(tool.name)
+            arguments = f"%json {_compact(tool.parameters)}" if self._form.ends_arguments is None else "gemma_object"
+            parts = (self._text(before.removeprefix(begun_with)), arguments, self._text(after))
+            rules.append(f"{rule}_{index}: " + " ".join(parts))
+        return rules
+
+    def _text(self, text: str) -> str:
+        return _literal(text, self._form.special, self._token_of)
 
 
 def _literal(text: str, special: Sequence[str], token_of: TokenOf) -> str:

@@ -33,6 +33,8 @@ class EngineConfig:
         quantization_cache: keep what was quantised while loading in $GRAFT_CACHE or ~/.cache/graft; the next start from
             the same files reads it there.
         requantize: let `quantization` replace what a checkpoint is already quantised to; both errors add up.
+        deterministic: a request's logits have the same bits whatever runs beside it, however its prompt is cut up and
+            whatever is cached of it. Slower.
         device: "auto" is CUDA when there is one, else the CPU.
         max_model_len: context length in tokens; default: the model's own.
         kv_cache_bytes: memory for keys and values; default: half of what is free, 4 GiB at most.
@@ -67,6 +69,7 @@ class EngineConfig:
     quantize_skip: Sequence[str] = ()
     quantization_cache: bool = True
     requantize: bool = False
+    deterministic: bool = False
     device: str = "auto"
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None

@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from graftlm import LLM, SamplingParams
+from graftlm import LLM, EngineConfig, SamplingParams
 from graftlm.distributed.in_process import Fault, FaultKind
+from graftlm.engine.engine import Engine
 from graftlm.errors import (
     AdapterChanged,
     AdapterUnsupported,
@@ -33,6 +36,7 @@ from tests.distributed.rig import (
     tokens,
 )
 from tests.parity import family_cases
+from tests.parity.oracle import prompt_of
 from tests.parity.test_growing_rope import CONFIGS
 from tests.tiny import make_adapter, make_llama, make_model
 
@@ -49,6 +53,19 @@ def test_any_number_of_workers_answers_as_one_process(
     assert spans[0][0] == 0
     assert spans[-1][1] == NUM_LAYERS
     assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
+
+
+def test_deterministic_workers_compute_the_bits_of_one_process(base: Path, adapters: dict[str, Path]) -> None:
+    config = EngineConfig(model=base, adapters=adapters, deterministic=True, **OPTIONS)
+    local, pipeline = LLM.over(Engine(config)), open_pipeline(base, adapters, deterministic=True)
+    for name in (None, *adapters):
+        ids = prompt_of(30, 99)
+        assert torch.equal(pipeline.llm.logits(ids, adapter=name), local.logits(ids, adapter=name)), name
+    with_logprobs = replace(GREEDY, logprobs=20)
+    assert [output.outputs for output in answers(pipeline.llm, list(adapters), with_logprobs)] == [
+        output.outputs for output in answers(local, list(adapters), with_logprobs)
+    ]
+    local.shutdown()
 
 
 def test_a_tied_table_is_at_both_ends(tmp_path: Path) -> None:

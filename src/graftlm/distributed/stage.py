@@ -51,7 +51,7 @@ class Stage:
         self._config = config
         # Stays open: what an adapter means here may depend on weights of other layers.
         self._checkpoint = open_checkpoint(config.model)
-        self._kernels = choose_kernels(torch.device("cpu"))
+        self._kernels = choose_kernels(torch.device("cpu"), deterministic=config.deterministic)
         self._span = build_span(
             self._checkpoint,
             plan.span,

@@ -10,6 +10,7 @@ from typing import Any
 from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
 from graftlm.engine.load_options import choose_device, choose_dtype, load_policy
+from graftlm.errors import ConfigurationError
 from graftlm.kernels.kernel_set import Kernels
 from graftlm.kernels.registry import REFERENCE
 from graftlm.models.build import build_decoder
@@ -63,6 +64,8 @@ def load_decoder(config: EngineConfig, checkpoint: Checkpoint, kernels: Kernels 
         ConfigurationError, CheckpointError
     """
     device, policy = choose_device(config.device), load_policy(config, checkpoint)
+    if config.deterministic and device.type != "cpu":
+        raise ConfigurationError("deterministic is for the CPU only", got=f"device {device}", do="set device to cpu")
     dtype = choose_dtype(config.dtype, checkpoint)
     cache = None
     if config.quantization_cache:

@@ -20,7 +20,7 @@ from graftlm.engine.metrics import EngineMetrics
 from graftlm.engine.outputs import CompletionOutput, RequestFailure, RequestOutput, TokenLogprob
 from graftlm.engine.request import Request
 from graftlm.engine.residency import Residency
-from graftlm.engine.sampler import SampledToken, row_logprobs, sample
+from graftlm.engine.sampler import SampledToken, own_vocabularies, row_logprobs, sample
 from graftlm.engine.scheduler import AdapterLoad, ScheduledSequence, Scheduler, SchedulerOutput
 from graftlm.errors import AdapterChanged, AdapterFilesNotFound, GraftError, InvalidRequest, StepFailed
 
@@ -316,7 +316,7 @@ class EngineCore:
         prompt, recorded = job.prompt_token_ids, job.prompt_logprobs
         if not recorded:
             recorded.append(TokenLogprob(token_id=prompt[0], text=job.tokenizer.token_text(prompt[0]), logprob=None))
-        for position, row in enumerate(rows, start + 1 - request.num_virtual_tokens):
+        for position, row in enumerate(own_vocabularies(rows), start + 1 - request.num_virtual_tokens):
             if position == len(recorded) and position < len(prompt):
                 described = row_logprobs(row.log_softmax(dim=-1), prompt[position], request.params.prompt_logprobs or 0)
                 recorded.append(describe_logprobs(prompt[position], described, job.tokenizer))

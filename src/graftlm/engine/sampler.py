@@ -52,7 +52,9 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken | N
     # A hidden state with a NaN or infinity makes the whole row NaN: one column tells.
     broken = logits[:, 0].isnan().tolist()
     rated = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
-    reported = dict(zip(rated, torch.log_softmax(logits[rated], dim=-1), strict=True)) if rated else {}
+    reported = {}
+    if rated:
+        reported = dict(zip(rated, own_vocabularies(torch.log_softmax(logits[rated], dim=-1)), strict=True))
     for row, request in enumerate(requests):
         _adjust(logits[row], request)
         if request.grammar is not None:
@@ -73,6 +75,18 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken | N
         )
         for row, request in enumerate(requests)
     ]
+
+
+def own_vocabularies(logits: Tensor) -> list[Tensor]:
+    """Each row of logits or log-probabilities, [N, V], without the tokens at its end that only other rows have: which
+    of equally good tokens `topk` takes depends on how many there are."""
+    is_longer = logits[:, -1].isneginf().tolist()
+    return [_cut(row) if longer else row for row, longer in zip(logits, is_longer, strict=True)]
+
+
+def _cut(row: Tensor) -> Tensor:
+    num_others = int(row.flip(0).isneginf().logical_not().int().argmax())
+    return row[: len(row) - num_others]
 
 
 def row_logprobs(logprobs: Tensor, token_id: int, count: int) -> RowLogprobs:

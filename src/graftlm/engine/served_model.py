@@ -47,7 +47,7 @@ def serve_here(config: EngineConfig, checkpoint: Checkpoint, residency: Residenc
     Raises:
         ConfigurationError, CheckpointError
     """
-    kernels = choose_kernels(choose_device(config.device))
+    kernels = choose_kernels(choose_device(config.device), deterministic=config.deterministic)
     decoder = load_decoder(config, checkpoint, kernels)
     plan = plan_cache(
         config,

@@ -67,6 +67,7 @@ class Kernels:
     name: str
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     grouped_matmul: Callable[[Tensor, Tensor], Tensor]
+    elementwise: Callable[..., Tensor]
     lora: Callable[[Tensor, Tensor, Iterable[LoraSegment]], None]
     rms_norm: Callable[[Tensor, Tensor | None, float], Tensor]
     layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]

@@ -3,14 +3,14 @@ and call the one that `registry` has active. Knows tensors and shapes; knows not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from graftlm.kernels import registry
 from graftlm.kernels.kernel_set import AttentionPlan
-from graftlm.kernels.reference.activation import Activation, clamped_swiglu
+from graftlm.kernels.reference.activation import Activation
 from graftlm.kernels.reference.attention_scores import AttentionScores
 from graftlm.kernels.reference.integer_product import MAX_INTEGER_COLUMNS, integer_matmul
 from graftlm.kernels.reference.lora import LoraExpand, LoraSegment, LoraUpdate
@@ -30,6 +30,7 @@ __all__ = [
     "activate",
     "apply_rotary",
     "clamped_swiglu",
+    "elementwise",
     "gated_activation",
     "grouped_matmul",
     "integer_matmul",
@@ -64,6 +65,15 @@ def grouped_matmul(x: Tensor, matrices: Tensor) -> Tensor:
     Returns: [T, G, out].
     """
     return registry.active().grouped_matmul(x, matrices)
+
+
+def elementwise(function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+    """A function of single elements, of which torch may compute some otherwise than others: exp, sigmoid, pow, …
+
+    Args: function: of as many tensors as there are operands; it may change them. operands: one dtype; they broadcast.
+    Returns: function(*operands).
+    """
+    return registry.active().elementwise(function, *operands)
 
 
 def lora(out: Tensor, x: Tensor, segments: Iterable[LoraSegment]) -> None:
@@ -120,6 +130,19 @@ def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
     Source: arXiv 2002.05202 (SwiGLU, GEGLU).
     """
     return registry.active().gated_activation(gate_up, activation)
+
+
+def clamped_swiglu(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
+    """GPT-OSS's gated activation.
+
+    Semantics: with gate, up = the even and the odd columns, gate at most `limit`, up within +-limit:
+        gate * sigmoid(alpha * gate) * (up + 1)
+    Args: gate_up: [T, 2F].
+    Returns: [T, F].
+    Source: arXiv 2508.10925.
+    """
+    gate, up = gate_up[:, ::2].clamp(max=limit), gate_up[:, 1::2].clamp(min=-limit, max=limit)
+    return gate * elementwise(torch.sigmoid, gate * alpha) * (up + 1)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

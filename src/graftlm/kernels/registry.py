@@ -9,15 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from graftlm.kernels.cpu.backend import cpu_kernels
 from graftlm.kernels.cpu.library import best_library
+from graftlm.kernels.deterministic import activation as deterministic_activation
+from graftlm.kernels.deterministic import attention as deterministic_attention
+from graftlm.kernels.deterministic import elementwise as deterministic_elementwise
+from graftlm.kernels.deterministic import linear as deterministic_linear
+from graftlm.kernels.deterministic import lora as deterministic_lora
 from graftlm.kernels.kernel_set import Kernels, PackedMatrix
 from graftlm.kernels.reference.activation import activate, gated_activation
 from graftlm.kernels.reference.attention import paged_attention, plan_attention
+from graftlm.kernels.reference.elementwise import elementwise
 from graftlm.kernels.reference.kv_write import write_kv
 from graftlm.kernels.reference.linear import grouped_matmul, linear
 from graftlm.kernels.reference.lora import lora
@@ -34,6 +41,7 @@ REFERENCE = Kernels(
     name="reference",
     linear=linear,
     grouped_matmul=grouped_matmul,
+    elementwise=elementwise,
     lora=lora,
     rms_norm=rms_norm,
     layer_norm=layer_norm,
@@ -46,14 +54,29 @@ REFERENCE = Kernels(
     pack=keep_unpacked,
 )
 
+DETERMINISTIC = replace(
+    REFERENCE,
+    name="deterministic",
+    linear=deterministic_linear.linear,
+    grouped_matmul=deterministic_linear.grouped_matmul,
+    elementwise=deterministic_elementwise.elementwise,
+    lora=deterministic_lora.lora,
+    activate=deterministic_activation.activate,
+    gated_activation=deterministic_activation.gated_activation,
+    plan_attention=deterministic_attention.plan_attention,
+    paged_attention=deterministic_attention.paged_attention,
+)
+
 _active: ContextVar[Kernels] = ContextVar("kernels", default=REFERENCE)
 
 # The implementations that the calling thread uses now.
 active = _active.get
 
 
-def choose_kernels(device: torch.device) -> Kernels:
-    """The fastest there are for a device."""
+def choose_kernels(device: torch.device, *, deterministic: bool) -> Kernels:
+    """The fastest there are for a device, or those whose results have the same bits in any batch."""
+    if deterministic:
+        return DETERMINISTIC
     library = best_library().library if device.type == "cpu" else None
     return REFERENCE if library is None else cpu_kernels(library, REFERENCE)
 

@@ -52,4 +52,4 @@ def _widen(logits: Tensor, width: int) -> Tensor:
 
 def _capped(logits: Tensor, softcap: float) -> Tensor:
     """Logits beyond a vocabulary stay -inf."""
-    return torch.where(torch.isneginf(logits), logits, torch.tanh(logits / softcap) * softcap)
+    return torch.where(torch.isneginf(logits), logits, ops.elementwise(torch.tanh, logits / softcap) * softcap)

@@ -31,7 +31,7 @@ class GatedSharedExpert:
         self._mlp = mlp
 
     def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
-        return self._gate(x, segments).sigmoid() * self._mlp(x, segments)
+        return ops.elementwise(torch.sigmoid, self._gate(x, segments)) * self._mlp(x, segments)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from graftlm.kernels import ops
 from graftlm.layers.batch import RaggedBatch
 
 
@@ -57,8 +58,9 @@ class DynamicRotary:
         lens = torch.maximum(batch.prompt_lens, batch.positions + 1).clamp(min=self.context)
         dims = 2 * len(self.exponents)
         stretch = self.factor * lens.to(torch.float32) / self.context - (self.factor - 1)
-        thetas = self.theta * stretch ** (dims / (dims - 2))
-        return _angles(batch.positions, 1.0 / thetas[:, None, None] ** self.exponents, 1.0, dtype)
+        thetas = self.theta * ops.elementwise(lambda base: base ** (dims / (dims - 2)), stretch)
+        wavelengths = ops.elementwise(torch.pow, thetas[:, None, None], self.exponents)
+        return _angles(batch.positions, 1.0 / wavelengths, 1.0, dtype)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,7 +82,7 @@ class LongRotary:
 
 def _angles(positions: Tensor, inverse_frequencies: Tensor, attention_factor: float, dtype: torch.dtype) -> Angles:
     phases = positions.to(torch.float32)[:, None, None] * inverse_frequencies
-    cos, sin = phases.cos(), phases.sin()
+    cos, sin = ops.elementwise(torch.cos, phases), ops.elementwise(torch.sin, phases)
     if attention_factor != 1.0:
         cos, sin = cos * attention_factor, sin * attention_factor
     return Angles(cos.to(dtype), sin.to(dtype))

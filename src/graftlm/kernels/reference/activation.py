@@ -27,7 +27,7 @@ def _relu(x: Tensor) -> Tensor:
     return functional.relu(x, inplace=not x.requires_grad)
 
 
-_FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": _silu,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
@@ -37,7 +37,7 @@ _FUNCTIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """`ops.activate`. Differentiable."""
-    return _FUNCTIONS[activation](x)
+    return FUNCTIONS[activation](x)
 
 
 def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
@@ -45,16 +45,3 @@ def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     activated = activate(gate, activation)
     return activated * up if gate_up.requires_grad else activated.mul_(up)
-
-
-def clamped_swiglu(gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
-    """GPT-OSS's gated activation.
-
-    Semantics: with gate, up = the even and the odd columns, gate at most `limit`, up within +-limit:
-        gate * sigmoid(alpha * gate) * (up + 1)
-    Args: gate_up: [T, 2F].
-    Returns: [T, F].
-    Source: arXiv 2508.10925.
-    """
-    gate, up = gate_up[:, ::2].clamp(max=limit), gate_up[:, 1::2].clamp(min=-limit, max=limit)
-    return gate * (gate * alpha).sigmoid() * (up + 1)

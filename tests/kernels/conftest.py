@@ -7,7 +7,7 @@ import pytest
 from graftlm.kernels.registry import DETERMINISTIC, REFERENCE, Kernels, using
 
 
-@pytest.fixture(autouse=True, params=[REFERENCE, DETERMINISTIC], ids=lambda kernels: kernels.name)
+@pytest.fixture(params=[REFERENCE, DETERMINISTIC], ids=lambda kernels: kernels.name)
 def implementation(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     """Every implementation does what `ops` says."""
     with using(request.param):

@@ -7,6 +7,8 @@ import torch
 
 from graftlm.kernels import ops
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 def test_the_first_half_gates_the_second(dtype: torch.dtype, tolerance: float) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from graftlm.kernels import ops
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 CANARY = 1e4
 SCORES = ops.AttentionScores(scale=0.35)
 HEADS = {"multi-head": (4, 4), "grouped-query": (6, 2), "multi-query": (4, 1)}

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from graftlm.kernels import ops
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 IN, OUT = 24, 40
 
 

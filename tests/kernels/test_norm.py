@@ -9,6 +9,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from graftlm.kernels import ops
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 
 def random_rows(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows from very small to large, and a weight that is not one."""

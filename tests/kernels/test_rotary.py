@@ -8,6 +8,8 @@ from torch import Tensor
 
 from graftlm.kernels import ops
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 
 def angles_of(positions: Tensor, half: int) -> Tensor:
     return positions.double()[:, None, None] / 10_000.0 ** (torch.arange(half).double() / half)

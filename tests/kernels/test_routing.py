@@ -10,6 +10,8 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 
 from graftlm.kernels import ops
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_and_experts_are_those_of_transformers(dtype: torch.dtype) -> None:

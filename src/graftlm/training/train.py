@@ -10,6 +10,7 @@ from typing import Any
 
 from graftlm.config import DType, EngineConfig, Quantization
 from graftlm.engine.base import Base, load_base
+from graftlm.engine.memory import return_free_memory
 from graftlm.errors import ConfigurationError, TrainingFailed
 from graftlm.models.base_weights import DecoderWeights
 from graftlm.training.batch_order import permutation
@@ -103,6 +104,8 @@ def train_together(
     check_outputs(jobs, resume=resume)
     base = load_base(config)
     prepared = [prepare_job(job, base, str(config.model)) for job in jobs]
+    # What loading took and gave back is the heap's until it is told.
+    return_free_memory()
     trainer = Trainer(base.decoder, recompute_layers=gradient_checkpointing)
     for item in prepared:
         trainer.add(start_run(item, base, resume=resume))

@@ -147,7 +147,9 @@ async def measure(llm: AsyncLLM, num_streams: int, repeats: int) -> list[Load]:
 
 
 async def compare(paths: Mapping[str, Path], num_streams: int, repeats: int) -> list[Load]:
-    llm = AsyncLLM(demo_model(), adapters=paths, adapter_memory_bytes=160_000_000, kv_cache_bytes=1 << 30)
+    llm = AsyncLLM(
+        demo_model(), quantization="none", adapters=paths, adapter_memory_bytes=160_000_000, kv_cache_bytes=1 << 30
+    )
     try:
         return await measure(llm, num_streams, repeats)
     finally:

@@ -56,7 +56,7 @@ async def compare(paths: Mapping[str, Path], num_requests: int) -> list[tuple[An
     generator = torch.Generator().manual_seed(0)
     shared = torch.randint(0, 40_000, (SHARED_LEN,), generator=generator).tolist()
     engines = [
-        AsyncLLM(demo_model(), adapters=paths, kv_cache_bytes=2 << 30, prefix_cache=prefix_cache)
+        AsyncLLM(demo_model(), quantization="none", adapters=paths, kv_cache_bytes=2 << 30, prefix_cache=prefix_cache)
         for prefix_cache in (True, False)
     ]
     answers = []

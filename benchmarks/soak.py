@@ -46,6 +46,8 @@ from tests.tiny import make_adapter, make_llama
 ZIPF_EXPONENT = 1.1
 ALLOWED_SLOPE = 1.0
 ALLOWED_WAIT_RATIO = 5.0
+# Of fewer requests the 99th percentile is the one that fared worst.
+LEAST_COLD = 20
 # Of the answers to a question. What two adapters say alike would hide that one answered for the other.
 ALLOWED_DISTINCT = 0.9
 WARM_UP_SECONDS = 60.0
@@ -522,7 +524,9 @@ def report(soak: Soak, seconds: float, exit_code: int) -> bool:
     coldest = len(soak.names) * 9 // 10
     waits = [wait for _, wait in findings.waits]
     cold = [wait for index, wait in findings.waits if index >= coldest]
-    median, p99, cold_p99 = statistics.median(waits), percentile(waits, 0.99), percentile(cold, 0.99)
+    median, p99 = statistics.median(waits), percentile(waits, 0.99)
+    cold_p99 = percentile(cold, 0.99) if cold else 0.0
+    is_fair = cold_p99 <= ALLOWED_WAIT_RATIO * median or len(cold) < LEAST_COLD
     checks = {
         "wrong answers": (findings.num_faults["wrong"], findings.num_faults["wrong"] == 0),
         "lost answers": (findings.num_faults["lost"], findings.num_faults["lost"] == 0),
@@ -532,10 +536,7 @@ def report(soak: Soak, seconds: float, exit_code: int) -> bool:
         "wait for the first token, ms, median": (f"{1000 * median:.0f}", True),
         "the same, 99th percentile of all": (f"{1000 * p99:.0f}", True),
         f"the same, of the coldest tenth ({len(cold)} requests)": (f"{1000 * cold_p99:.0f}", True),
-        "coldest tenth's 99th percentile / median": (
-            f"{cold_p99 / median:.2f}",
-            cold_p99 <= ALLOWED_WAIT_RATIO * median,
-        ),
+        f"that / median (not judged below {LEAST_COLD} requests)": (f"{cold_p99 / median:.2f}", is_fair),
         "exit code after SIGTERM": (exit_code, exit_code == 0),
     }
     for what, (value, is_good) in checks.items():

@@ -60,7 +60,7 @@ class FineTuningService:
         self._runs: dict[str, JobRun] = {}
         for job in reversed(self.jobs.newest_first()):
             if job.status == "succeeded":
-                self._thread.submit(self._serve, job.id)
+                self._thread.submit(self._serve_again, job.id)
             elif job.status not in ENDED:
                 self._thread.submit(self._start, job.id)
 
@@ -265,29 +265,38 @@ class FineTuningService:
     def _succeed(self, job_id: str, num_tokens: int) -> None:
         with self._lock:
             self._runs.pop(job_id, None)
-        if self._serve(job_id):
-            job = self.jobs.change(
-                job_id,
-                status="succeeded",
-                finished_at=int(time.time()),
-                trained_tokens=num_tokens,
-                fine_tuned_model=self._name_of(self.jobs.get(job_id)),
-            )
-            self.jobs.tell(job_id, f"New fine-tuned model created: {job.fine_tuned_model}")
-            self.jobs.tell(job_id, "The job has successfully completed")
+        try:
+            self._serve(job_id)
+        except GraftError as error:
+            self._fail(job_id, f"the result cannot be served: {error}", code="adapter_invalid")
+            return
+        job = self.jobs.change(
+            job_id,
+            status="succeeded",
+            finished_at=int(time.time()),
+            trained_tokens=num_tokens,
+            fine_tuned_model=self._name_of(self.jobs.get(job_id)),
+        )
+        self.jobs.tell(job_id, f"New fine-tuned model created: {job.fine_tuned_model}")
+        self.jobs.tell(job_id, "The job has successfully completed")
         self._start_queued()
 
-    def _serve(self, job_id: str) -> bool:
-        """Load what a job has made."""
-        job = self.jobs.get(job_id)
+    def _serve(self, job_id: str) -> None:
+        """Load what a job has made.
+
+        Raises:
+            AdapterError
+        """
+        # Loading waits on nothing of any loop's but a thread of the engine's.
+        name, folder = self._name_of(self.jobs.get(job_id)), self.jobs.output(job_id)
+        asyncio.run(self._llm.load_adapter(name, folder, replace=True))
+
+    def _serve_again(self, job_id: str) -> None:
+        """After a restart. What was made stays made, even if this server cannot serve it."""
         try:
-            # Loading waits on nothing of any loop's but a thread of the engine's.
-            asyncio.run(self._llm.load_adapter(self._name_of(job), self.jobs.output(job_id), replace=True))
+            self._serve(job_id)
         except GraftError as error:
-            logger.error("%s: the result cannot be served: %s", job_id, error)
-            self._fail(job_id, f"the result cannot be served: {error}", code="adapter_invalid")
-            return False
-        return True
+            logger.error("%s: what it has made cannot be served: %s", job_id, error)
 
     def _start_queued(self) -> None:
         for job in reversed(self.jobs.newest_first()):

@@ -12,6 +12,10 @@
 #include "parallel.h"
 #include "simd.h"
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
 namespace graft {
 
 // new tokens [row, row + query_len) are the last of `total_len`; `table` begins at block `first_block`.
@@ -36,7 +40,7 @@ namespace {
 
 constexpr int64_t kTile = 64;
 
-// Dot products of up to kGroup heads with one key at a time.
+// Heads that share each key they read.
 constexpr int kGroup = 4;
 
 template <typename T> struct Cache {
@@ -45,12 +49,19 @@ template <typename T> struct Cache {
     const Sequence &sequence;
     int64_t kv_head;
 
-    int64_t offset(int64_t position) const {
-        int64_t block = sequence.table[position / shape.block_size - sequence.first_block];
-        return ((block * shape.block_size + position % shape.block_size) * shape.kv_heads + kv_head) * shape.head_dim;
+    // Where the keys and values of positions [first, stop) are.
+    void find(const T **key_rows, const T **value_rows, int64_t first, int64_t stop) const {
+        int64_t step = shape.kv_heads * shape.head_dim;
+        int64_t block = first / shape.block_size, inside = first % shape.block_size;
+        for (int64_t position = first; position < stop; block++, inside = 0) {
+            int64_t slot = sequence.table[block - sequence.first_block] * shape.block_size + inside;
+            int64_t offset = slot * step + kv_head * shape.head_dim;
+            for (; inside < shape.block_size && position < stop; inside++, position++, offset += step) {
+                *key_rows++ = keys + offset;
+                *value_rows++ = values + offset;
+            }
+        }
     }
-    const T *key(int64_t position) const { return keys + offset(position); }
-    const T *value(int64_t position) const { return values + offset(position); }
 };
 
 int64_t oldest_seen(int64_t position, int64_t window) {
@@ -83,29 +94,71 @@ float largest(const float *values, int64_t count) {
 
 // ---- one position
 
-template <typename T, int G>
-void dot(float (&out)[G], const float *const (&queries)[G], const T *key, int64_t head_dim) {
+// The head's query as the products below read it.
+template <typename T> struct Queries {
+    typedef float Element;
+};
+#if defined(__AVX512BF16__)
+template <> struct Queries<bf16> {
+    typedef bf16 Element;
+};
+#endif
+
+template <int G, typename T> void dot(float (&out)[G], const float *queries, const T *key, int64_t padded, int64_t dim) {
     Vec total[G] = {};
-    for (int64_t d = 0; d < head_dim; d += kLanes) {
-        Vec part = load_some(key + d, int(std::min<int64_t>(head_dim - d, kLanes)));
-        for (int g = 0; g < G; g++) total[g] += part * load(queries[g] + d);
+    for (int64_t d = 0; d < dim; d += kLanes) {
+        Vec part = load_some(key + d, int(std::min<int64_t>(dim - d, kLanes)));
+        for (int g = 0; g < G; g++) total[g] += part * load(queries + g * padded + d);
     }
     for (int g = 0; g < G; g++) out[g] = sum(total[g]);
+}
+
+#if defined(__AVX512BF16__)
+// Products of bfloat16 are exact in float32, so both kinds of dot product differ in the order of the sum alone.
+template <int G> void dot(float (&out)[G], const bf16 *queries, const bf16 *key, int64_t padded, int64_t dim) {
+    __m512 total[G] = {};
+    for (int64_t d = 0; d < dim; d += 2 * kLanes) {
+        int64_t left = dim - d;
+        __mmask32 some = left >= 2 * kLanes ? ~0u : (1u << left) - 1;
+        __m512bh part = (__m512bh)_mm512_maskz_loadu_epi16(some, key + d);
+        for (int g = 0; g < G; g++)
+            total[g] = _mm512_dpbf16_ps(total[g], (__m512bh)_mm512_loadu_si512(queries + g * padded + d), part);
+    }
+    for (int g = 0; g < G; g++) out[g] = sum((Vec)total[g]);
+}
+#endif
+
+// totals[g][...] += weights[g][i] * rows[i][...], for V vectors of columns from `d` on.
+template <int G, int V, typename T>
+void add_values(float *totals, const float *weights, const T *const *rows, int64_t count, int64_t padded, int64_t d,
+                int64_t dim) {
+    Vec total[G][V];
+    for (int g = 0; g < G; g++)
+        for (int v = 0; v < V; v++) total[g][v] = load(totals + g * padded + d + v * kLanes);
+    int some = int(std::min<int64_t>(dim - d - (V - 1) * kLanes, kLanes));
+    for (int64_t index = 0; index < count; index++)
+        for (int v = 0; v < V; v++) {
+            const T *from = rows[index] + d + v * kLanes;
+            Vec part = v < V - 1 ? load(from) : load_some(from, some);
+            for (int g = 0; g < G; g++) total[g][v] += part * weights[g * kTile + index];
+        }
+    for (int g = 0; g < G; g++)
+        for (int v = 0; v < V; v++) store(totals + g * padded + d + v * kLanes, total[g][v]);
 }
 
 template <typename T, int G>
 void attend_position(T *out, const T *query, const Cache<T> &cache, const Scores &scores, int64_t position,
                      int64_t head, int64_t origin) {
     const Shape &shape = cache.shape;
-    int64_t padded = (shape.head_dim + kLanes - 1) / kLanes * kLanes;
+    typedef typename Queries<T>::Element Element;
+    int64_t padded = (shape.head_dim + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
     std::vector<float> scratch(size_t(2 * G * padded + G * kTile));
-    float *wide = scratch.data(), *totals = wide + G * padded, *weights = totals + G * padded;
-    const float *queries[G];
-    for (int g = 0; g < G; g++) {
+    float *totals = scratch.data(), *weights = totals + G * padded;
+    auto *queries = reinterpret_cast<Element *>(weights + G * kTile);
+    for (int g = 0; g < G; g++)
         for (int64_t d = 0; d < shape.head_dim; d++)
-            wide[g * padded + d] = widen(query[g * shape.query_head_stride + d]);
-        queries[g] = wide + g * padded;
-    }
+            queries[g * padded + d] = narrow<Element>(widen(query[g * shape.query_head_stride + d]));
+    const T *keys[kTile], *values[kTile];
     float highest[G], mass[G];
     for (int g = 0; g < G; g++) {
         highest[g] = scores.sinks ? scores.sinks[head + g] : -__builtin_inff();
@@ -115,9 +168,10 @@ void attend_position(T *out, const T *query, const Cache<T> &cache, const Scores
     for (int64_t start = oldest / kTile * kTile; start <= position; start += kTile) {
         int64_t first = std::max(start, oldest), stop = std::min(position + 1, start + kTile);
         int64_t count = stop - first;
+        cache.find(keys, values, first, stop);
         for (int64_t index = 0; index < count; index++) {
             float products[G];
-            dot<T, G>(products, queries, cache.key(first + index), shape.head_dim);
+            dot<G>(products, queries, keys[index], padded, shape.head_dim);
             for (int g = 0; g < G; g++) weights[g * kTile + index] = products[g];
         }
         for (int g = 0; g < G; g++) {
@@ -146,16 +200,11 @@ void attend_position(T *out, const T *query, const Cache<T> &cache, const Scores
             if (correction != 1.0f)
                 for (int64_t d = 0; d < padded; d += kLanes) store(sums + d, load(sums + d) * correction);
         }
-        for (int64_t d = 0; d < shape.head_dim; d += kLanes) {
-            int some = int(std::min<int64_t>(shape.head_dim - d, kLanes));
-            Vec total[G];
-            for (int g = 0; g < G; g++) total[g] = load(totals + g * padded + d);
-            for (int64_t index = 0; index < count; index++) {
-                Vec part = load_some(cache.value(first + index) + d, some);
-                for (int g = 0; g < G; g++) total[g] += part * weights[g * kTile + index];
-            }
-            for (int g = 0; g < G; g++) store(totals + g * padded + d, total[g]);
-        }
+        int64_t d = 0;
+        for (; d + 4 * kLanes <= shape.head_dim; d += 4 * kLanes)
+            add_values<G, 4>(totals, weights, values, count, padded, d, shape.head_dim);
+        for (; d < shape.head_dim; d += kLanes)
+            add_values<G, 1>(totals, weights, values, count, padded, d, shape.head_dim);
     }
     for (int g = 0; g < G; g++)
         for (int64_t d = 0; d < shape.head_dim; d += kLanes)
@@ -183,19 +232,55 @@ void attend_heads(T *out, const T *query, const Cache<T> &cache, const Scores &s
 
 // ---- several positions
 
-// Keys or values of a tile as float32, [count, head_dim].
-template <typename T> const float *widened(float *scratch, const T *row, int64_t head_dim) {
-    for (int64_t d = 0; d < head_dim; d++) scratch[d] = widen(row[d]);
+// A row of keys or values as float32.
+inline const float *widened(float *scratch, const bf16 *row, int64_t dim) {
+    int64_t d = 0;
+    for (; d + kLanes <= dim; d += kLanes) store(scratch + d, load(row + d));
+    for (; d < dim; d++) scratch[d] = widen(row[d]);
     return scratch;
 }
 inline const float *widened(float *, const float *row, int64_t) { return row; }
 
 // total[i] += sum over d of turned[d] * rows[i][d]: a lane per query.
-template <int N> void products(Vec (&total)[N], const float *turned, const float *const *rows, int64_t head_dim) {
-    for (int64_t d = 0; d < head_dim; d++) {
+template <int N> void products(Vec (&total)[N], const float *turned, const float *const *rows, int64_t dim) {
+    for (int64_t d = 0; d < dim; d++) {
         Vec query = load(turned + d * kLanes);
         for (int i = 0; i < N; i++) total[i] += query * rows[i][d];
     }
+}
+
+#if defined(__AVX512BF16__)
+// The same with two dimensions per lane, the first of them even.
+template <int N> void products(Vec (&total)[N], const bf16 *turned, const bf16 *const *rows, int64_t dim) {
+    int64_t d = 0;
+    for (; d + 2 <= dim; d += 2) {
+        __m512bh query = (__m512bh)_mm512_loadu_si512(turned + d * kLanes);
+        for (int i = 0; i < N; i++) {
+            int32_t pair;
+            std::memcpy(&pair, rows[i] + d, 4);
+            total[i] = (Vec)_mm512_dpbf16_ps((__m512)total[i], query, (__m512bh)_mm512_set1_epi32(pair));
+        }
+    }
+    if (d < dim) {
+        __m512bh query = (__m512bh)_mm512_loadu_si512(turned + d * kLanes);
+        for (int i = 0; i < N; i++) {
+            __m512bh last = (__m512bh)_mm512_set1_epi32(rows[i][d].bits);
+            total[i] = (Vec)_mm512_dpbf16_ps((__m512)total[i], query, last);
+        }
+    }
+}
+void turn(bf16 *turned, const bf16 *query, int lane, int64_t dim) {
+    for (int64_t d = 0; d < dim; d++) turned[(d / 2 * kLanes + lane) * 2 + d % 2] = query[d];
+}
+#endif
+template <typename T> void turn(float *turned, const T *query, int lane, int64_t dim) {
+    for (int64_t d = 0; d < dim; d++) turned[d * kLanes + lane] = widen(query[d]);
+}
+
+// Keys as `products` reads them.
+template <typename T> const T *as_read(float *, const T *row, int64_t, const T *) { return row; }
+inline const float *as_read(float *scratch, const bf16 *row, int64_t dim, const float *) {
+    return widened(scratch, row, dim);
 }
 
 // `count` (query, head) pairs that share one KV head, from pair `pair` of the sequence on; pairs run over the heads of
@@ -206,15 +291,17 @@ void attend_lanes(T *out, const T *query, const Cache<T> &cache, const Scores &s
     const Shape &shape = cache.shape;
     int64_t group = shape.heads / shape.kv_heads, begin = cache.kv_head * group;
     int64_t dim = shape.head_dim, base = cache.sequence.total_len - cache.sequence.query_len;
-    scratch.assign(size_t(dim * kLanes * 2 + kTile * kLanes + kTile * dim * 2), 0.0f);
-    float *turned = scratch.data(), *totals = turned + dim * kLanes, *weights = totals + dim * kLanes;
+    typedef typename Queries<T>::Element Element;
+    scratch.assign(size_t((dim + 1) * kLanes * 2 + kTile * kLanes + kTile * dim * 2), 0.0f);
+    float *totals = scratch.data(), *weights = totals + dim * kLanes;
     float *key_rows = weights + kTile * kLanes, *value_rows = key_rows + kTile * dim;
+    auto *turned = reinterpret_cast<Element *>(value_rows + kTile * dim);
     Vec position{}, slope{}, highest = splat(-__builtin_inff()), mass{};
     for (int lane = 0; lane < kLanes; lane++) {
         int64_t one = pair + std::min(lane, count - 1), head = begin + one % group;
         position[lane] = float(base + one / group);
         const T *from = query + one / group * shape.query_row_stride + head * shape.query_head_stride;
-        for (int64_t d = 0; d < dim; d++) turned[d * kLanes + lane] = widen(from[d]);
+        turn(turned, from, lane, dim);
         if (scores.slopes) slope[lane] = scores.slopes[head];
         if (scores.sinks) {
             highest[lane] = scores.sinks[head];
@@ -224,12 +311,15 @@ void attend_lanes(T *out, const T *query, const Cache<T> &cache, const Scores &s
     int64_t newest = base + (pair + count - 1) / group;
     int64_t oldest = oldest_seen(base + pair / group, shape.window);
     Vec seen_from = shape.window > 0 ? position - float(shape.window - 1) : splat(0.0f);
-    const float *keys[kTile], *values[kTile];
+    const T *stored_keys[kTile], *stored_values[kTile];
+    const Element *keys[kTile];
+    const float *values[kTile];
     for (int64_t start = oldest / kTile * kTile; start <= newest; start += kTile) {
         int64_t first = std::max(start, oldest), stop = std::min(newest + 1, start + kTile), width = stop - first;
+        cache.find(stored_keys, stored_values, first, stop);
         for (int64_t index = 0; index < width; index++) {
-            keys[index] = widened(key_rows + index * dim, cache.key(first + index), dim);
-            values[index] = widened(value_rows + index * dim, cache.value(first + index), dim);
+            keys[index] = as_read(key_rows + index * dim, stored_keys[index], dim, (const Element *)nullptr);
+            values[index] = widened(value_rows + index * dim, stored_values[index], dim);
         }
         Vec top = highest;
         auto score_keys = [&](int64_t index, auto many) {

@@ -87,14 +87,28 @@ template <typename T> Vec rounded(Vec value);
 template <> inline Vec rounded<float>(Vec value) { return value; }
 template <> inline Vec rounded<bf16>(Vec value) { return (Vec)(rounded_bits(value) << 16); }
 
-// Lanes are added pairwise, in a fixed order.
-inline float sum(Vec value) {
-    float lanes[kLanes];
-    store(lanes, value);
-    for (int width = kLanes / 2; width > 0; width /= 2)
-        for (int lane = 0; lane < width; lane++) lanes[lane] += lanes[lane + width];
-    return lanes[0];
+// Lanes are added pairwise, in a fixed order: the upper half to the lower, again and again.
+typedef float Vec4 __attribute__((vector_size(16)));
+inline float sum_of(Vec4 value) {
+    Vec4 pairs = value + __builtin_shufflevector(value, value, 2, 3, 2, 3);
+    return pairs[0] + pairs[1];
 }
+#if defined(__AVX512F__)
+inline float sum(Vec value) {
+    typedef float Vec8 __attribute__((vector_size(32)));
+    Vec8 eight = __builtin_shufflevector(value, value, 0, 1, 2, 3, 4, 5, 6, 7) +
+                 __builtin_shufflevector(value, value, 8, 9, 10, 11, 12, 13, 14, 15);
+    return sum_of(__builtin_shufflevector(eight, eight, 0, 1, 2, 3) +
+                  __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
+}
+#elif defined(__AVX2__)
+inline float sum(Vec value) {
+    return sum_of(__builtin_shufflevector(value, value, 0, 1, 2, 3) +
+                  __builtin_shufflevector(value, value, 4, 5, 6, 7));
+}
+#else
+inline float sum(Vec value) { return sum_of(value); }
+#endif
 
 inline Vec select(IntVec where, Vec yes, Vec no) {
     return (Vec)(((IntVec)yes & where) | ((IntVec)no & ~where));

@@ -68,7 +68,7 @@ int64_t oldest_seen(int64_t position, int64_t window) {
     return window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0;
 }
 
-template <typename T> Vec alibi(const Scores &scores, float slope, Vec position) {
+template <typename T> Vec alibi(const Scores &scores, Vec slope, Vec position) {
     Vec bias = position * slope;
     if (scores.slope_dtype == 1) bias = rounded<bf16>(bias);
     bias = rounded<T>(bias);
@@ -86,10 +86,15 @@ Vec lane_numbers() {
     return lanes;
 }
 
-float largest(const float *values, int64_t count) {
-    float best = values[0];
-    for (int64_t index = 1; index < count; index++) best = std::max(best, values[index]);
-    return best;
+// values: a whole tile.
+float largest(const float *values) {
+    Vec best = load(values);
+    for (int64_t index = kLanes; index < kTile; index += kLanes) best = max(best, load(values + index));
+    float lanes[kLanes], top;
+    store(lanes, best);
+    top = lanes[0];
+    for (int lane = 1; lane < kLanes; lane++) top = std::max(top, lanes[lane]);
+    return top;
 }
 
 // ---- one position
@@ -176,22 +181,20 @@ void attend_position(T *out, const T *query, const Cache<T> &cache, const Scores
         }
         for (int g = 0; g < G; g++) {
             float *row = weights + g * kTile;
-            for (int64_t index = count; index < kTile; index++) row[index] = 0.0f;
             for (int64_t index = 0; index < count; index += kLanes) {
                 Vec score = capped(scores, load(row + index));
                 if (scores.slopes)
-                    score += alibi<T>(scores, scores.slopes[head + g],
+                    score += alibi<T>(scores, splat(scores.slopes[head + g]),
                                       lane_numbers() + float(first + index - origin));
                 store(row + index, score);
             }
-            float top = std::max(highest[g], largest(row, count));
-            float correction = top == highest[g] ? 1.0f : sum(exp(splat(highest[g] - top))) / float(kLanes);
+            std::fill(row + count, row + kTile, -__builtin_inff());
+            float top = std::max(highest[g], largest(row));
+            float correction = top == highest[g] ? 1.0f : exp(splat(highest[g] - top))[0];
             highest[g] = top;
             Vec total{};
-            for (int64_t index = 0; index < count; index += kLanes) {
+            for (int64_t index = 0; index < kTile; index += kLanes) {
                 Vec weight = exp(load(row + index) - top);
-                if (count - index < kLanes)
-                    for (int lane = int(count - index); lane < kLanes; lane++) weight[lane] = 0.0f;
                 store(row + index, weight);
                 total += weight;
             }
@@ -241,41 +244,49 @@ inline const float *widened(float *scratch, const bf16 *row, int64_t dim) {
 }
 inline const float *widened(float *, const float *row, int64_t) { return row; }
 
-// total[i] += sum over d of turned[d] * rows[i][d]: a lane per query.
-template <int N> void products(Vec (&total)[N], const float *turned, const float *const *rows, int64_t dim) {
+// total[i][l] += sum over d of turned[d][l] * rows[i][d]: a lane per query, L vectors of them.
+template <int N, int L>
+void products(Vec (&total)[N][L], const float *turned, const float *const *rows, int64_t dim) {
     for (int64_t d = 0; d < dim; d++) {
-        Vec query = load(turned + d * kLanes);
-        for (int i = 0; i < N; i++) total[i] += query * rows[i][d];
+        Vec query[L];
+        for (int l = 0; l < L; l++) query[l] = load(turned + (d * L + l) * kLanes);
+        for (int i = 0; i < N; i++)
+            for (int l = 0; l < L; l++) total[i][l] += query[l] * rows[i][d];
     }
 }
 
-#if defined(__AVX512BF16__)
-// The same with two dimensions per lane, the first of them even.
-template <int N> void products(Vec (&total)[N], const bf16 *turned, const bf16 *const *rows, int64_t dim) {
-    int64_t d = 0;
-    for (; d + 2 <= dim; d += 2) {
-        __m512bh query = (__m512bh)_mm512_loadu_si512(turned + d * kLanes);
-        for (int i = 0; i < N; i++) {
-            int32_t pair;
-            std::memcpy(&pair, rows[i] + d, 4);
-            total[i] = (Vec)_mm512_dpbf16_ps((__m512)total[i], query, (__m512bh)_mm512_set1_epi32(pair));
-        }
-    }
-    if (d < dim) {
-        __m512bh query = (__m512bh)_mm512_loadu_si512(turned + d * kLanes);
-        for (int i = 0; i < N; i++) {
-            __m512bh last = (__m512bh)_mm512_set1_epi32(rows[i][d].bits);
-            total[i] = (Vec)_mm512_dpbf16_ps((__m512)total[i], query, last);
-        }
-    }
+template <int L, typename T> void turn(float *turned, const T *query, int lane, int64_t dim) {
+    for (int64_t d = 0; d < dim; d++) turned[d * L * kLanes + lane] = widen(query[d]);
 }
-void turn(bf16 *turned, const bf16 *query, int lane, int64_t dim) {
-    for (int64_t d = 0; d < dim; d++) turned[(d / 2 * kLanes + lane) * 2 + d % 2] = query[d];
+
+#if defined(__AVX512BF16__)
+// The same with two dimensions per lane, the first of them even; a last odd one is paired with zero.
+template <int N, int L>
+void products(Vec (&total)[N][L], const bf16 *turned, const bf16 *const *rows, int64_t dim) {
+    auto add = [&](int64_t d, auto pair_of) {
+        __m512bh query[L];
+        for (int l = 0; l < L; l++)
+            query[l] = (__m512bh)_mm512_loadu_si512(turned + (d / 2 * L + l) * 2 * kLanes);
+        for (int i = 0; i < N; i++) {
+            __m512bh key = (__m512bh)_mm512_set1_epi32(pair_of(rows[i] + d));
+            for (int l = 0; l < L; l++) total[i][l] = (Vec)_mm512_dpbf16_ps((__m512)total[i][l], query[l], key);
+        }
+    };
+    int64_t d = 0;
+    for (; d + 2 <= dim; d += 2)
+        add(d, [](const bf16 *at) {
+            int32_t pair;
+            std::memcpy(&pair, at, 4);
+            return pair;
+        });
+    if (d < dim) add(d, [](const bf16 *at) { return int32_t(at->bits); });
+}
+
+template <int L> void turn(bf16 *turned, const bf16 *query, int lane, int64_t dim) {
+    for (int64_t d = 0; d < dim; d++) turned[(d / 2 * L * kLanes + lane) * 2 + d % 2] = query[d];
+    if (dim % 2) turned[(dim / 2 * L * kLanes + lane) * 2 + 1] = bf16{0};
 }
 #endif
-template <typename T> void turn(float *turned, const T *query, int lane, int64_t dim) {
-    for (int64_t d = 0; d < dim; d++) turned[d * kLanes + lane] = widen(query[d]);
-}
 
 // Keys as `products` reads them.
 template <typename T> const T *as_read(float *, const T *row, int64_t, const T *) { return row; }
@@ -284,33 +295,34 @@ inline const float *as_read(float *scratch, const bf16 *row, int64_t dim, const 
 }
 
 // `count` (query, head) pairs that share one KV head, from pair `pair` of the sequence on; pairs run over the heads of
-// a query first.
-template <typename T>
+// a query first. L vectors hold them all.
+template <int L, typename T>
 void attend_lanes(T *out, const T *query, const Cache<T> &cache, const Scores &scores, int64_t pair, int count,
                   int64_t origin, std::vector<float> &scratch) {
+    constexpr int kWidth = L * kLanes;
+    typedef typename Queries<T>::Element Element;
     const Shape &shape = cache.shape;
     int64_t group = shape.heads / shape.kv_heads, begin = cache.kv_head * group;
     int64_t dim = shape.head_dim, base = cache.sequence.total_len - cache.sequence.query_len;
-    typedef typename Queries<T>::Element Element;
-    scratch.assign(size_t((dim + 1) * kLanes * 2 + kTile * kLanes + kTile * dim * 2), 0.0f);
-    float *totals = scratch.data(), *weights = totals + dim * kLanes;
-    float *key_rows = weights + kTile * kLanes, *value_rows = key_rows + kTile * dim;
+    scratch.resize(size_t((2 * dim + 1 + kTile) * kWidth + kTile * dim * 2));
+    float *totals = scratch.data(), *weights = totals + dim * kWidth;
+    float *key_rows = weights + kTile * kWidth, *value_rows = key_rows + kTile * dim;
     auto *turned = reinterpret_cast<Element *>(value_rows + kTile * dim);
-    Vec position{}, slope{}, highest = splat(-__builtin_inff()), mass{};
-    for (int lane = 0; lane < kLanes; lane++) {
+    std::fill_n(totals, dim * kWidth, 0.0f);
+    Vec position[L], slope[L] = {}, highest[L], mass[L] = {}, seen_from[L];
+    for (int lane = 0; lane < kWidth; lane++) {
         int64_t one = pair + std::min(lane, count - 1), head = begin + one % group;
-        position[lane] = float(base + one / group);
-        const T *from = query + one / group * shape.query_row_stride + head * shape.query_head_stride;
-        turn(turned, from, lane, dim);
-        if (scores.slopes) slope[lane] = scores.slopes[head];
-        if (scores.sinks) {
-            highest[lane] = scores.sinks[head];
-            mass[lane] = 1.0f;
-        }
+        int l = lane / kLanes, within = lane % kLanes;
+        position[l][within] = float(base + one / group);
+        turn<L>(turned, query + one / group * shape.query_row_stride + head * shape.query_head_stride, lane, dim);
+        if (scores.slopes) slope[l][within] = scores.slopes[head];
+        highest[l][within] = scores.sinks ? scores.sinks[head] : -__builtin_inff();
+        if (scores.sinks) mass[l][within] = 1.0f;
     }
+    for (int l = 0; l < L; l++)
+        seen_from[l] = shape.window > 0 ? position[l] - float(shape.window - 1) : splat(0.0f);
     int64_t newest = base + (pair + count - 1) / group;
     int64_t oldest = oldest_seen(base + pair / group, shape.window);
-    Vec seen_from = shape.window > 0 ? position - float(shape.window - 1) : splat(0.0f);
     const T *stored_keys[kTile], *stored_values[kTile];
     const Element *keys[kTile];
     const float *values[kTile];
@@ -321,61 +333,69 @@ void attend_lanes(T *out, const T *query, const Cache<T> &cache, const Scores &s
             keys[index] = as_read(key_rows + index * dim, stored_keys[index], dim, (const Element *)nullptr);
             values[index] = widened(value_rows + index * dim, stored_values[index], dim);
         }
-        Vec top = highest;
+        Vec top[L];
+        for (int l = 0; l < L; l++) top[l] = highest[l];
         auto score_keys = [&](int64_t index, auto many) {
             constexpr int N = decltype(many)::value;
-            Vec total[N] = {};
-            products<N>(total, turned, keys + index, dim);
-            for (int i = 0; i < N; i++) {
-                float key = float(first + index + i);
-                Vec score = capped(scores, total[i]);
-                if (scores.slopes) {
-                    Vec bias = (splat(key) - float(origin)) * slope;
-                    if (scores.slope_dtype == 1) bias = rounded<bf16>(bias);
-                    score += rounded<T>(rounded<T>(bias) * scores.slope_factor);
+            Vec total[N][L] = {};
+            products<N, L>(total, turned, keys + index, dim);
+            for (int i = 0; i < N; i++)
+                for (int l = 0; l < L; l++) {
+                    Vec key = splat(float(first + index + i));
+                    Vec score = capped(scores, total[i][l]);
+                    if (scores.slopes) score += alibi<T>(scores, slope[l], key - float(origin));
+                    IntVec hidden = (key > position[l]) | (key < seen_from[l]);
+                    score = select(hidden, splat(-__builtin_inff()), score);
+                    top[l] = max(top[l], score);
+                    store(weights + (index + i) * kWidth + l * kLanes, score);
                 }
-                IntVec hidden = (splat(key) > position) | (splat(key) < seen_from);
-                score = select(hidden, splat(-__builtin_inff()), score);
-                top = max(top, score);
-                store(weights + (index + i) * kLanes, score);
-            }
         };
+        constexpr int kKeys = kLanes == 16 ? 8 : 4;
         int64_t index = 0;
-        for (; index + 8 <= width; index += 8) score_keys(index, std::integral_constant<int, 8>{});
+        for (; index + kKeys <= width; index += kKeys) score_keys(index, std::integral_constant<int, kKeys>{});
         for (; index < width; index++) score_keys(index, std::integral_constant<int, 1>{});
-        // A lane that has seen no key yet keeps weights of zero.
-        IntVec blind = top == splat(-__builtin_inff());
-        Vec reference = select(blind, splat(0.0f), top);
-        Vec correction = exp(highest - reference);
-        Vec total{};
-        for (int64_t i = 0; i < width; i++) {
-            Vec weight = exp(load(weights + i * kLanes) - reference);
-            store(weights + i * kLanes, weight);
-            total += weight;
-        }
-        mass = mass * correction + total;
-        highest = top;
-        constexpr int kColumns = 8;
-        for (int64_t d = 0; d < dim; d += kColumns) {
-            int columns = int(std::min<int64_t>(kColumns, dim - d));
-            Vec sums[kColumns];
-            for (int i = 0; i < columns; i++) sums[i] = load(totals + (d + i) * kLanes) * correction;
-            if (columns == kColumns) {
-                for (int64_t key = 0; key < width; key++) {
-                    Vec weight = load(weights + key * kLanes);
-                    for (int i = 0; i < kColumns; i++) sums[i] += weight * values[key][d + i];
-                }
-            } else {
-                for (int64_t key = 0; key < width; key++)
-                    for (int i = 0; i < columns; i++) sums[i] += load(weights + key * kLanes) * values[key][d + i];
+        Vec correction[L];
+        for (int l = 0; l < L; l++) {
+            // A lane that has seen no key yet keeps weights of zero.
+            Vec reference = select(top[l] == splat(-__builtin_inff()), splat(0.0f), top[l]);
+            correction[l] = exp(highest[l] - reference);
+            Vec total{};
+            for (int64_t i = 0; i < width; i++) {
+                float *at = weights + i * kWidth + l * kLanes;
+                Vec weight = exp(load(at) - reference);
+                store(at, weight);
+                total += weight;
             }
-            for (int i = 0; i < columns; i++) store(totals + (d + i) * kLanes, sums[i]);
+            mass[l] = mass[l] * correction[l] + total;
+            highest[l] = top[l];
         }
+        auto add_columns = [&](int64_t d, auto many) {
+            constexpr int N = decltype(many)::value;
+            Vec sums[N][L];
+            for (int i = 0; i < N; i++)
+                for (int l = 0; l < L; l++) sums[i][l] = load(totals + (d + i) * kWidth + l * kLanes) * correction[l];
+            for (int64_t key = 0; key < width; key++) {
+                Vec weight[L];
+                for (int l = 0; l < L; l++) weight[l] = load(weights + key * kWidth + l * kLanes);
+                for (int i = 0; i < N; i++)
+                    for (int l = 0; l < L; l++) sums[i][l] += weight[l] * values[key][d + i];
+            }
+            for (int i = 0; i < N; i++)
+                for (int l = 0; l < L; l++) store(totals + (d + i) * kWidth + l * kLanes, sums[i][l]);
+        };
+        int64_t d = 0;
+        for (; d + kKeys <= dim; d += kKeys) add_columns(d, std::integral_constant<int, kKeys>{});
+        for (; d < dim; d++) add_columns(d, std::integral_constant<int, 1>{});
     }
+    for (int64_t d = 0; d < dim; d++)
+        for (int l = 0; l < L; l++) {
+            float *at = totals + d * kWidth + l * kLanes;
+            store(at, rounded<T>(load(at) / mass[l]));
+        }
     for (int lane = 0; lane < count; lane++) {
         int64_t one = pair + lane;
         T *to = out + (one / group * shape.heads + begin + one % group) * dim;
-        for (int64_t d = 0; d < dim; d++) to[d] = narrow<T>(totals[d * kLanes + lane] / mass[lane]);
+        for (int64_t d = 0; d < dim; d++) to[d] = exactly<T>(totals[d * kWidth + lane]);
     }
 }
 
@@ -389,7 +409,7 @@ struct Item {
 template <typename T>
 void attention(T *out, const T *query, const T *keys, const T *values, const Sequence *sequences,
                int64_t num_sequences, const Shape &shape, const Scores &scores, bool by_position, int threads) {
-    constexpr int64_t kPairs = kLanes * 4;
+    constexpr int64_t kPairs = kLanes * 2;
     int64_t group = shape.heads / shape.kv_heads, work = 0;
     std::vector<Item> items;
     for (int64_t s = 0; s < num_sequences; s++) {
@@ -425,9 +445,10 @@ void attention(T *out, const T *query, const T *keys, const T *values, const Seq
                                  scores, base + q, origin);
                 continue;
             }
-            for (int64_t pair = item.pair; pair < item.pair + item.count; pair += kLanes)
-                attend_lanes(rows, queries, cache, scores, pair,
-                             int(std::min<int64_t>(kLanes, item.pair + item.count - pair)), origin, scratch);
+            if (item.count > kLanes)
+                attend_lanes<2>(rows, queries, cache, scores, item.pair, int(item.count), origin, scratch);
+            else
+                attend_lanes<1>(rows, queries, cache, scores, item.pair, int(item.count), origin, scratch);
         }
     }
 }

@@ -87,6 +87,15 @@ template <typename T> Vec rounded(Vec value);
 template <> inline Vec rounded<float>(Vec value) { return value; }
 template <> inline Vec rounded<bf16>(Vec value) { return (Vec)(rounded_bits(value) << 16); }
 
+// A float that T holds exactly, as T.
+template <typename T> T exactly(float value);
+template <> inline float exactly<float>(float value) { return value; }
+template <> inline bf16 exactly<bf16>(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bf16{uint16_t(bits >> 16)};
+}
+
 // Lanes are added pairwise, in a fixed order: the upper half to the lower, again and again.
 typedef float Vec4 __attribute__((vector_size(16)));
 inline float sum_of(Vec4 value) {

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from graftlm.kernels.cpu.library import best_library
 from graftlm.kernels.registry import choose_kernels
 
 
@@ -19,4 +20,8 @@ class Backend:
 
 def backends(device: torch.device) -> tuple[Backend, ...]:
     """What a model on this device computes with comes first."""
-    return (Backend(name=choose_kernels(device, deterministic=False).name, reason=None),)
+    chosen = Backend(name=choose_kernels(device, deterministic=False).name, reason=None)
+    available = best_library()
+    if device.type != "cpu" or not available.reason:
+        return (chosen,)
+    return (chosen, Backend(name="faster C++ kernels", reason=available.reason))

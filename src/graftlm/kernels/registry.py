@@ -75,10 +75,9 @@ active = _active.get
 
 def choose_kernels(device: torch.device, *, deterministic: bool) -> Kernels:
     """The fastest there are for a device, or those whose results have the same bits in any batch."""
-    if deterministic:
-        return DETERMINISTIC
+    rest = DETERMINISTIC if deterministic else REFERENCE
     library = best_library().library if device.type == "cpu" else None
-    return REFERENCE if library is None else cpu_kernels(library, REFERENCE)
+    return rest if library is None else cpu_kernels(library, rest, deterministic=deterministic)
 
 
 @contextmanager

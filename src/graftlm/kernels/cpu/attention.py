@@ -13,8 +13,7 @@ from torch import Tensor
 
 from graftlm.kernels.cpu.calls import DTYPE_CODES, address, takes
 from graftlm.kernels.cpu.library import Library
-from graftlm.kernels.reference import attention as reference
-from graftlm.kernels.reference import kv_write
+from graftlm.kernels.kernel_set import AttentionPlan, Kernels
 from graftlm.kernels.reference.attention_scores import AttentionScores
 
 
@@ -60,11 +59,12 @@ class PagedPlan:
     device: torch.device
     sequences: np.ndarray
     tables: np.ndarray
+    rest: Kernels
 
     @cached_property
-    def reference(self) -> reference.AttentionPlan:
+    def of_rest(self) -> AttentionPlan:
         """For what the library does not take."""
-        return reference.plan_attention(
+        return self.rest.plan_attention(
             self.query_lens,
             self.total_lens,
             self.block_tables,
@@ -77,11 +77,13 @@ class PagedPlan:
 class AttentionKernels:
     """The methods do what `ops` says under their names.
 
+    rest: does what the library does not take.
     by_position: positions that come together are attended as they would be alone, to the bit.
     """
 
-    def __init__(self, library: Library, *, by_position: bool) -> None:
+    def __init__(self, library: Library, rest: Kernels, *, by_position: bool) -> None:
         self._library = library
+        self._rest = rest
         self._by_position = by_position
 
     def plan_attention(
@@ -115,13 +117,14 @@ class AttentionKernels:
             device=device,
             sequences=sequences,
             tables=tables,
+            rest=self._rest,
         )
 
     def paged_attention(
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: PagedPlan, scores: AttentionScores
     ) -> Tensor:
         if not takes(query, key_cache, value_cache) or query.stride(2) != 1:
-            return reference.paged_attention(query, key_cache, value_cache, plan.reference, scores)
+            return self._rest.paged_attention(query, key_cache, value_cache, plan.of_rest, scores)
         tokens, heads, head_dim = query.shape
         out = torch.empty((tokens, heads, head_dim), dtype=query.dtype)
         shape = _Shape(
@@ -154,7 +157,7 @@ class AttentionKernels:
 
     def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         if not takes(key, value, key_cache, value_cache) or key.stride(2) != 1 or value.stride(2) != 1:
-            return kv_write.write_kv(key, value, key_cache, value_cache, slots)
+            return self._rest.write_kv(key, value, key_cache, value_cache, slots)
         for rows, cache in ((key, key_cache), (value, value_cache)):
             self._library.write_kv(
                 cache.data_ptr(),

@@ -15,18 +15,21 @@ from graftlm.kernels.cpu.packed_matrix import PackedMatrix
 from graftlm.kernels.kernel_set import Kernels
 
 
-def cpu_kernels(library: Library, rest: Kernels) -> Kernels:
-    """rest: does what the library has no function for."""
-    elementwise = ElementwiseKernels(library)
-    attention = AttentionKernels(library, by_position=False)
+def cpu_kernels(library: Library, rest: Kernels, *, deterministic: bool = False) -> Kernels:
+    """All functions but one give a row the same bits in any batch; attention does so on request, at a price for prompts.
+
+    rest: does what the library has no function for, or does not take.
+    """
+    elementwise = ElementwiseKernels(library, rest)
+    attention = AttentionKernels(library, rest, by_position=deterministic)
 
     def pack(matrix: Tensor) -> PackedMatrix | None:
         return PackedMatrix(library, matrix) if takes(matrix) and matrix.is_contiguous() else None
 
     return replace(
         rest,
-        name=f"C++ ({library.level})",
-        lora=LoraKernels(library).lora,
+        name=f"C++ ({library.level}), {rest.name}",
+        lora=LoraKernels(library, rest).lora,
         rms_norm=elementwise.rms_norm,
         layer_norm=elementwise.layer_norm,
         activate=elementwise.activate,

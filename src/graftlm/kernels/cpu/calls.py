@@ -12,9 +12,13 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 def takes(*tensors: Tensor) -> bool:
     """Whether all tensors are on the CPU, of one dtype that the library knows, and need no gradient."""
     dtype = tensors[0].dtype
-    return dtype in DTYPE_CODES and all(
-        tensor.dtype == dtype and tensor.device.type == "cpu" and not tensor.requires_grad for tensor in tensors
-    )
+    if dtype not in DTYPE_CODES:
+        return False
+    # A loop, not `all`: this is asked some hundred times a step.
+    for tensor in tensors:  # noqa: SIM110
+        if tensor.dtype != dtype or tensor.requires_grad or not tensor.is_cpu:
+            return False
+    return True
 
 
 def address(tensor: Tensor | None) -> int | None:

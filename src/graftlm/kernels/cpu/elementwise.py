@@ -1,4 +1,4 @@
-"""Norms, activations and rotary positions in C++; what it does not take, the reference does."""
+"""Norms, activations and rotary positions in C++."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from torch import Tensor
 
 from graftlm.kernels.cpu.calls import DTYPE_CODES, address, takes
 from graftlm.kernels.cpu.library import Library
-from graftlm.kernels.reference import activation as reference_activation
-from graftlm.kernels.reference import norm as reference_norm
-from graftlm.kernels.reference import rotary as reference_rotary
+from graftlm.kernels.kernel_set import Kernels
 from graftlm.kernels.reference.activation import Activation
 
 _ACTIVATION_CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu": 2}
 
 
 class ElementwiseKernels:
-    """Operations in which every row is by itself. The methods do what `ops` says under their names."""
+    """Operations in which every row is by itself. The methods do what `ops` says under their names.
 
-    def __init__(self, library: Library) -> None:
+    rest: does what the library does not take.
+    """
+
+    def __init__(self, library: Library, rest: Kernels) -> None:
         self._library = library
+        self._rest = rest
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         if not takes(x) or not x.is_contiguous() or (weight is not None and weight.dtype not in DTYPE_CODES):
-            return reference_norm.rms_norm(x, weight, eps)
+            return self._rest.rms_norm(x, weight, eps)
         out = torch.empty_like(x)
         columns = x.shape[-1]
         self._library.rms_norm(
@@ -41,7 +43,7 @@ class ElementwiseKernels:
 
     def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         if not takes(x, *(tensor for tensor in (weight, bias) if tensor is not None)) or not x.is_contiguous():
-            return reference_norm.layer_norm(x, weight, bias, eps)
+            return self._rest.layer_norm(x, weight, bias, eps)
         out = torch.empty_like(x)
         columns = x.shape[-1]
         self._library.layer_norm(
@@ -59,7 +61,7 @@ class ElementwiseKernels:
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         if not takes(x) or not x.is_contiguous() or activation not in _ACTIVATION_CODES:
-            return reference_activation.activate(x, activation)
+            return self._rest.activate(x, activation)
         self._library.activate(
             x.data_ptr(),
             x.data_ptr(),
@@ -72,7 +74,7 @@ class ElementwiseKernels:
 
     def gated_activation(self, gate_up: Tensor, activation: Activation) -> Tensor:
         if not takes(gate_up) or not gate_up.is_contiguous() or activation not in _ACTIVATION_CODES:
-            return reference_activation.gated_activation(gate_up, activation)
+            return self._rest.gated_activation(gate_up, activation)
         rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((rows, columns), dtype=gate_up.dtype)
         self._library.gated_activation(
@@ -88,7 +90,7 @@ class ElementwiseKernels:
 
     def apply_rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if not takes(x, cos, sin) or x.stride(2) != 1 or not (cos.is_contiguous() and sin.is_contiguous()):
-            return reference_rotary.apply_rotary(x, cos, sin)
+            return self._rest.apply_rotary(x, cos, sin)
         tokens, heads, head_dim = x.shape
         out = torch.empty((tokens, heads, head_dim), dtype=x.dtype)
         self._library.apply_rotary(

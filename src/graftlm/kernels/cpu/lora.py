@@ -11,14 +11,16 @@ from torch import Tensor
 
 from graftlm.kernels.cpu.calls import DTYPE_CODES, takes
 from graftlm.kernels.cpu.library import Library
-from graftlm.kernels.reference.lora import LoraSegment, LoraUpdate, lora
+from graftlm.kernels.kernel_set import Kernels
+from graftlm.kernels.reference.lora import LoraSegment, LoraUpdate
 
 
 class LoraKernels:
-    """The method does what `ops` says under its name."""
+    """The method does what `ops` says under its name. rest: does what the library does not take."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, rest: Kernels) -> None:
         self._library = library
+        self._rest = rest
         # What the library reads of an update: the addresses stay as long as its tensors do. None: it does not take it.
         self._updates: WeakKeyDictionary[LoraUpdate, np.ndarray | None] = WeakKeyDictionary()
 
@@ -26,7 +28,7 @@ class LoraKernels:
         segments = tuple(segments)
         updates = [update for segment in segments if (update := self._update(segment.update)) is not None]
         if len(updates) < len(segments) or not (takes(out) and takes(x) and x.stride(1) == out.stride(1) == 1):
-            return lora(out, x, segments)
+            return self._rest.lora(out, x, segments)
         table = np.array(
             [
                 (segment.start, segment.stop, update.ctypes.data)

@@ -16,7 +16,7 @@ from graftlm.kernels.kernel_set import Kernels
 
 
 def cpu_kernels(library: Library, rest: Kernels, *, deterministic: bool = False) -> Kernels:
-    """All functions but one give a row the same bits in any batch; attention does so on request, at a price for prompts.
+    """All functions but attention give a row the same bits in any batch; it does so on request, at a price for prompts.
 
     rest: does what the library has no function for, or does not take.
     """

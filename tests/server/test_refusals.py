@@ -294,7 +294,7 @@ def test_a_body_over_the_limit_is_413(server: LiveServer, declared: bool) -> Non
 
 def test_routes_and_methods_that_do_not_exist_have_the_same_error_shape(server: LiveServer) -> None:
     assert "/v1/embeddings" in error_of(server.http.post("/v1/embeddings", json={}), 404)["message"]
-    error_of(server.http.get("/"), 404)
+    error_of(server.http.get("/nowhere"), 404)
     reply = server.http.get("/v1/completions")
     assert error_of(reply, 405)["code"] == "method_not_allowed"
     assert reply.headers["allow"] == "POST"

@@ -114,6 +114,11 @@ class AsyncLLM:
         return heard.is_set()
 
     @property
+    def requests(self) -> tuple[RequestStream, ...]:
+        """Those that have not ended, waiting ones included."""
+        return tuple(self._streams.values())
+
+    @property
     def num_unfinished_requests(self) -> int:
         return len(self._streams)
 

@@ -26,6 +26,7 @@ from graftlm.server.errors import error_reply
 from graftlm.server.schemas import LoadAdapterRequest, UnloadAdapterRequest
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+NOT_ENABLED = "loading adapters over HTTP is off; do: serve with --enable-adapter-loading --adapter-root DIR"
 
 
 class AdapterSources:
@@ -127,10 +128,7 @@ def adapter_routes(llm: AsyncLLM, sources: AdapterSources | None) -> APIRouter:
 
     def allowed_sources() -> AdapterSources:
         if sources is None:
-            raise HTTPException(
-                403,
-                "loading adapters over HTTP is off; do: serve with --enable-adapter-loading --adapter-root DIR",
-            )
+            raise HTTPException(403, NOT_ENABLED)
         return sources
 
     @router.post("/v1/load_lora_adapter")

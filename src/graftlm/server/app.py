@@ -26,8 +26,10 @@ from graftlm.server.key_file import KeyFile
 from graftlm.server.metrics import EngineCollector, HTTPMetrics, metric_routes
 from graftlm.server.models import model_routes
 from graftlm.server.not_offered import not_offered_routes
+from graftlm.server.playground.page import page_routes
 from graftlm.server.request_ids import RequestIds
 from graftlm.server.responses import response_routes
+from graftlm.server.status import status_routes
 from graftlm.server.tokenization import tokenization_routes
 from graftlm.text.tool_calls import named_format
 
@@ -87,6 +89,8 @@ def create_app(
         metric_routes(metrics),
         fine_tuning_routes(llm, fine_tuning),
         adapter_routes(llm, sources),
+        status_routes(llm, sources),
+        page_routes(),
         not_offered_routes(),
     ):
         app.include_router(router)

@@ -11,11 +11,13 @@ from graftlm.server.body_limit import drain
 from graftlm.server.callers import ANYONE, NOBODY
 from graftlm.server.errors import CODE_OF_STATUS, ErrorReply
 from graftlm.server.key_file import KeyFile
+from graftlm.server.playground.page import ASSETS
 from graftlm.server.rate_limits import Account, Accounts, LimitReached
 from graftlm.server.work import Work, work_of
 
-# Probes tell nothing, and who asks them has no key to give.
-OPEN_PATHS = frozenset({"/health", "/ready"})
+# Probes tell nothing, and who asks them has no key to give. Neither has a browser that opens the page, which is the
+# same for everyone.
+OPEN_PATHS = frozenset({"/health", "/ready"} | {asset.path for asset in ASSETS})
 RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{part}-{resource}" for resource in ("requests", "tokens") for part in ("limit", "remaining", "reset")
 )

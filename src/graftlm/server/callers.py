@@ -11,6 +11,8 @@ from starlette.requests import HTTPConnection
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.tenant import Tenant
 
+NOT_ADMIN = "this API key may not manage adapters; do: use one with admin = true"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
@@ -53,7 +55,7 @@ def resolve_model(connection: HTTPConnection, llm: AsyncLLM, model: str) -> str 
 def require_admin(connection: HTTPConnection) -> None:
     """A dependency of routes. Raises HTTPException: 403, the caller may not manage adapters."""
     if not caller_of(connection).is_admin:
-        raise HTTPException(403, "this API key may not manage adapters; do: use one with admin = true")
+        raise HTTPException(403, NOT_ADMIN)
 
 
 def require_metrics(connection: HTTPConnection) -> None:

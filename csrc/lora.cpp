@@ -31,25 +31,44 @@ struct Segment {
 
 namespace {
 
-constexpr int64_t kRows = 8;           // of a work item
-constexpr int64_t kColumns = 256;      // of a work item of the second product
-constexpr int64_t kRanks = 16;         // of a work item of the first product
+constexpr int64_t kRows = 8;       // of a work item
+constexpr int64_t kRanks = 64;     // of a work item of the first product
+constexpr int64_t kColumns = 256;  // of a work item of the second
 constexpr int kRowTile = 4;
+constexpr int kVectorTile = 4;
 
-// total[r][c] = sum over k of x[r][k] * matrix[k][c], for R rows and up to one vector of columns.
-template <int R, typename X, typename M>
-void product(Vec (&total)[R], const X *x, int64_t x_stride, const M *matrix, int64_t stride, int64_t depth, int count) {
-    if (count == kLanes) {
-        for (int64_t k = 0; k < depth; k++) {
-            Vec row = load(matrix + k * stride);
-            for (int r = 0; r < R; r++) total[r] += row * widen(x[r * x_stride + k]);
+// use(c, total) with total[r][v] = sum over k of x[r][k] * matrix[k][c + v], for R rows and V vectors of columns.
+template <int R, int V, typename M, typename Use>
+void tile(const float *x, int64_t x_stride, const M *matrix, int64_t stride, int64_t depth, int64_t column,
+          const Use &use) {
+    Vec total[R][V] = {};
+    for (int64_t k = 0; k < depth; k++)
+        for (int v = 0; v < V; v++) {
+            Vec part = load(matrix + k * stride + column + v * kLanes);
+            for (int r = 0; r < R; r++) total[r][v] += part * x[r * x_stride + k];
         }
-        return;
-    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) use(r, column + v * kLanes, int(kLanes), total[r][v]);
+}
+
+// The same for all columns.
+template <int R, typename M, typename Use>
+void product(const float *x, int64_t x_stride, const M *matrix, int64_t stride, int64_t depth, int64_t columns,
+             const Use &use) {
+    int64_t column = 0;
+    for (; columns - column >= kVectorTile * kLanes; column += kVectorTile * kLanes)
+        tile<R, kVectorTile>(x, x_stride, matrix, stride, depth, column, use);
+    for (; columns - column >= 2 * kLanes; column += 2 * kLanes)
+        tile<R, 2>(x, x_stride, matrix, stride, depth, column, use);
+    for (; columns - column >= kLanes; column += kLanes) tile<R, 1>(x, x_stride, matrix, stride, depth, column, use);
+    if (column == columns) return;
+    int count = int(columns - column);
+    Vec total[R] = {};
     for (int64_t k = 0; k < depth; k++) {
-        Vec row = load_some(matrix + k * stride, count);
-        for (int r = 0; r < R; r++) total[r] += row * widen(x[r * x_stride + k]);
+        Vec part = load_some(matrix + k * stride + column, count);
+        for (int r = 0; r < R; r++) total[r] += part * x[r * x_stride + k];
     }
+    for (int r = 0; r < R; r++) use(r, column, count, total[r]);
 }
 
 // Rows [row, row + rows) of one segment: `columns` ranks of the first product, or outputs of the second.
@@ -60,16 +79,13 @@ struct Item {
     int64_t column, columns;
 };
 
-template <typename M, int R, typename X>
-void shrink_rows(const Item &item, const X *x, int64_t x_stride, int64_t depth, int64_t r) {
+template <typename M, int R> void shrink_rows(const Item &item, const float *x, int64_t depth, int64_t r) {
     const Update &update = *item.update;
-    for (int64_t column = item.column; column < item.column + item.columns; column += kLanes) {
-        int count = int(std::min<int64_t>(item.column + item.columns - column, kLanes));
-        Vec total[R] = {};
-        product(total, x + (item.row + r) * x_stride, x_stride, (const M *)update.shrink + column, update.stride,
-                depth, count);
-        for (int i = 0; i < R; i++) store_some(item.shrunk + (r + i) * update.rank + column, total[i], count);
-    }
+    float *to = item.shrunk + r * update.rank + item.column;
+    product<R>(x + r * depth, depth, (const M *)update.shrink + item.column, update.stride, depth, item.columns,
+               [=](int row, int64_t column, int count, Vec total) {
+                   store_some(to + row * item.update->rank + column, total, count);
+               });
 }
 
 template <typename M, int R, typename O>
@@ -79,25 +95,36 @@ void expand_rows(const Item &item, O *out, int64_t out_stride, int64_t r) {
         const Expand &expand = update.expands()[e];
         int64_t start = std::max(item.column, expand.out_start);
         int64_t stop = std::min(item.column + item.columns, expand.out_stop);
-        for (int64_t column = start; column < stop; column += kLanes) {
-            int count = int(std::min<int64_t>(stop - column, kLanes));
-            Vec total[R] = {};
-            product(total, item.shrunk + r * update.rank + expand.rank_start, update.rank,
-                    (const M *)expand.matrix + column - expand.out_start, expand.stride,
-                    expand.rank_stop - expand.rank_start, count);
-            for (int i = 0; i < R; i++) {
-                O *to = out + (item.row + r + i) * out_stride + column;
-                store_some(to, load_some(to, count) + total[i], count);
-            }
-        }
+        if (start >= stop) continue;
+        O *to = out + (item.row + r) * out_stride + start;
+        product<R>(item.shrunk + r * update.rank + expand.rank_start, update.rank,
+                   (const M *)expand.matrix + start - expand.out_start, expand.stride,
+                   expand.rank_stop - expand.rank_start, stop - start,
+                   [=](int row, int64_t column, int count, Vec total) {
+                       O *at = to + row * out_stride + column;
+                       store_some(at, load_some(at, count) + total, count);
+                   });
     }
 }
 
+// x as float32 rows next to each other.
+template <typename X>
+const float *widened(std::vector<float> &scratch, const Item &item, const X *x, int64_t x_stride, int64_t depth) {
+    scratch.resize(size_t(item.rows * depth));
+    for (int64_t r = 0; r < item.rows; r++)
+        for (int64_t k = 0; k < depth; k += kLanes) {
+            int count = int(std::min<int64_t>(depth - k, kLanes));
+            store_some(scratch.data() + r * depth + k, load_some(x + (item.row + r) * x_stride + k, count), count);
+        }
+    return scratch.data();
+}
+
 template <typename M, typename X>
-void shrink(const Item &item, const X *x, int64_t x_stride, int64_t depth) {
+void shrink(std::vector<float> &scratch, const Item &item, const X *x, int64_t x_stride, int64_t depth) {
+    const float *wide = widened(scratch, item, x, x_stride, depth);
     int64_t r = 0;
-    for (; r + kRowTile <= item.rows; r += kRowTile) shrink_rows<M, kRowTile>(item, x, x_stride, depth, r);
-    for (; r < item.rows; r++) shrink_rows<M, 1>(item, x, x_stride, depth, r);
+    for (; r + kRowTile <= item.rows; r += kRowTile) shrink_rows<M, kRowTile>(item, wide, depth, r);
+    for (; r < item.rows; r++) shrink_rows<M, 1>(item, wide, depth, r);
 }
 
 template <typename M, typename O> void expand(const Item &item, O *out, int64_t out_stride) {
@@ -132,13 +159,14 @@ void lora(O *out, const X *x, const Segment *segments, int64_t num_segments, int
     int team = threads_for(work, threads);
 #pragma omp parallel num_threads(team) if (team > 1)
     {
+        std::vector<float> wide;
 #pragma omp for schedule(static)
         for (size_t index = 0; index < shrinks.size(); index++) {
             const Item &item = shrinks[index];
             if (item.update->dtype == 0)
-                shrink<float>(item, x, x_stride, depth);
+                shrink<float>(wide, item, x, x_stride, depth);
             else
-                shrink<bf16>(item, x, x_stride, depth);
+                shrink<bf16>(wide, item, x, x_stride, depth);
         }
 #pragma omp for schedule(static)
         for (size_t index = 0; index < expands.size(); index++) {

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from graftlm.cli.adapters import adapters
+from graftlm.cli.bench import bench
 from graftlm.cli.chat import chat
 from graftlm.cli.demo import demo
 from graftlm.cli.doctor import doctor
@@ -49,6 +50,7 @@ app.command()(inspect)
 app.command()(merge)
 app.command()(quantize)
 app.command()(train)
+app.command()(bench)
 app.command()(demo)
 app.command()(doctor)
 app.add_typer(keys, name="keys")

@@ -57,6 +57,7 @@ ASKED_OF: dict[str, dict[str, Any]] = {
         "max_output_tokens": 2,
         "stream_options": {"include_obfuscation": False},
         "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "boolean"}}},
+        "tools": [{"type": "function", "name": "f"}],
     },
 }
 NEEDED: dict[str, dict[str, Any]] = {

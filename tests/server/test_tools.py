@@ -10,9 +10,11 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from graftlm import AsyncLLM
-from tests.server.live_server import LiveServer, serving
+from tests.server.live_server import LiveServer, error_of, serving
 from tests.server.scripted import make_scripted
 from tests.tiny import make_adapter
 
@@ -26,6 +28,8 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "get_weather", "description": "Weather.", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "stop"}},
 ]
+FLAT_TOOLS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 ROME = {"city": "Rome", "days": 2}
 SCRIPTS = {
     "hermes": 'Sure.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>\n'
@@ -44,6 +48,8 @@ OTHERS = {
     "text": "It rains.",
     "malformed": '<tool_call>\n{"name": "get_weather", "arguments": {"city": Rome}}\n</tool_call>',
     "unknown": '<tool_call>\n{"name": "format_disk", "arguments": {}}\n</tool_call>',
+    "report": '{"weather": "rain"}',
+    "wrong": '{"weather": "fog"}',
 }
 # Each has the marks by which a family's template is known, and renders as the last message alone.
 TEMPLATES = {
@@ -73,6 +79,30 @@ class Scripted:
         messages: list[Any] = [{"role": "user", "content": self.prompts[script]}]
         with self.server.openai.chat.completions.stream(model=form, messages=messages, **fields) as stream:
             return stream.get_final_completion()
+
+    def respond(self, form: str, script: str, **fields: Any) -> Response:
+        """A response, valid by the client's own types."""
+        fields = {"tools": FLAT_TOOLS, "temperature": 0, "max_output_tokens": 200, **fields}
+        body = {"model": form, "input": self.prompts[script], **fields}
+        reply = self.server.http.post("/v1/responses", json=body)
+        assert reply.status_code == 200, reply.text
+        return Response.model_validate(reply.json(), strict=True)
+
+    def events(self, form: str, script: str, **fields: Any) -> list[Any]:
+        """Events, valid by the client's own types."""
+        fields = {"tools": FLAT_TOOLS, "temperature": 0, "max_output_tokens": 200, **fields}
+        events = list(
+            self.server.openai.responses.create(model=form, input=self.prompts[script], stream=True, **fields)
+        )
+        for event in events:
+            EVENTS.validate_python(event.model_dump(), strict=True)
+        return events
+
+    def accumulated(self, form: str, script: str) -> Any:
+        """The response that the client's own accumulator makes of a stream."""
+        fields: Any = {"tools": FLAT_TOOLS, "temperature": 0, "max_output_tokens": 200}
+        with self.server.openai.responses.stream(model=form, input=self.prompts[script], **fields) as stream:
+            return stream.get_final_response()
 
 
 @pytest.fixture(scope="module")
@@ -219,3 +249,154 @@ def test_a_template_without_tools_is_told_of_them_in_plain_messages(
     assert '"name": "get_weather"' in prompt
     assert '{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}' in prompt
     assert "Result of get_weather: rain" in prompt
+
+
+def items_of(response: Response) -> list[tuple[str, Any]]:
+    """Texts, and names of functions with their arguments, in the order of the output."""
+    items: list[Any] = list(response.output)
+    assert len({item.id for item in items}) == len(items)
+    return [
+        ("text", item.content[0].text) if item.type == "message" else (item.name, json.loads(item.arguments))
+        for item in items
+    ]
+
+
+@pytest.mark.parametrize("form", SCRIPTS)
+def test_responses_have_calls_of_every_family_as_items(scripted: Scripted, form: str) -> None:
+    for response in (scripted.respond(form, form), scripted.accumulated(form, form)):
+        said = [("text", "Sure.")] if form == "hermes" else []
+        assert items_of(response) == [*said, ("get_weather", ROME), ("stop", {})]
+        assert response.status == "completed"
+        calls = response.output[len(said) :]
+        assert len({call.call_id for call in calls}) == 2
+        assert [tool.name for tool in response.tools] == ["get_weather", "stop"]
+
+
+def test_events_of_a_response_build_up_its_items(scripted: Scripted) -> None:
+    events = scripted.events("hermes", "hermes")
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    final = events[-1].response
+    for index, item in enumerate(final.output):
+        own = [event for event in events if getattr(event, "output_index", None) == index]
+        assert own[0].type == "response.output_item.added"
+        assert (own[0].item.id, own[0].item.status) == (item.id, "in_progress")
+        assert own[-1].type == "response.output_item.done"
+        assert own[-1].item == item
+    arguments = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    weather = final.output[1]
+    deltas = [event.delta for event in arguments if event.item_id == weather.id]
+    assert len(deltas) > 5
+    assert "".join(deltas) == weather.arguments
+    done = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert [event.arguments for event in done] == [weather.arguments, "{}"]
+
+
+@pytest.mark.parametrize("script", ["text", "malformed", "unknown"])
+def test_what_is_no_call_is_text_of_a_response(scripted: Scripted, script: str) -> None:
+    whole, streamed = scripted.respond("hermes", script), scripted.events("hermes", script)[-1].response
+    assert items_of(whole) == items_of(streamed) == [("text", OTHERS[script])]
+
+
+def test_a_call_that_is_cut_short_is_text_of_an_incomplete_response(scripted: Scripted) -> None:
+    events = scripted.events("hermes", "hermes", max_output_tokens=60)
+    whole = scripted.respond("hermes", "hermes", max_output_tokens=60)
+    for response in (whole, events[-1].response):
+        assert response.status == "incomplete"
+        assert response.output_text == SCRIPTS["hermes"][:60]
+        assert not any(item.type == "function_call" for item in response.output)
+    [given_up] = [
+        event.item
+        for event in events
+        if event.type == "response.output_item.done" and event.item.type == "function_call"
+    ]
+    assert given_up.status == "incomplete"
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "name": "get_weather"},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]},
+    ],
+    ids=str,
+)
+def test_a_response_keeps_to_its_tool_choice(scripted: Scripted, choice: Any) -> None:
+    response = scripted.respond("json", "text", tool_choice=choice, parallel_tool_calls=False, temperature=1)
+    [(name, arguments)] = items_of(response)
+    assert name in ("get_weather", "stop")
+    if choice != "required":
+        assert name == "get_weather"
+        assert arguments["city"] in ("Rome", "Oslo")
+        assert response.model_dump(exclude_none=True)["tool_choice"] == choice
+
+
+def test_a_response_may_not_call_what_it_is_told_not_to(scripted: Scripted) -> None:
+    assert items_of(scripted.respond("hermes", "hermes", tool_choice="none")) == [("text", SCRIPTS["hermes"])]
+
+
+REPORT = {"type": "object", "properties": {"weather": {"$ref": "#/$defs/w"}}, "required": ["weather"]}
+REPORT |= {"additionalProperties": False, "$defs": {"w": {"enum": ["rain", "sun"]}}}
+
+
+@pytest.mark.parametrize("form", SCRIPTS)
+def test_beside_tools_an_answer_that_calls_nothing_keeps_to_its_form(scripted: Scripted, form: str) -> None:
+    chat: Any = {"response_format": {"type": "json_schema", "json_schema": {"name": "report", "schema": REPORT}}}
+    response: Any = {"text": {"format": {"type": "json_schema", "name": "report", "schema": REPORT}}}
+    assert scripted.ask(form, "report", **chat).choices[0].message.content == OTHERS["report"]
+    assert scripted.stream(form, "report", **chat).choices[0].message.content == OTHERS["report"]
+    assert items_of(scripted.respond(form, "report", **response)) == [("text", OTHERS["report"])]
+    # It would say "fog" else.
+    assert items_of(scripted.respond(form, "wrong", **response)) == [("text", OTHERS["report"])]
+    called = calls_of(scripted.ask(form, form, **chat).choices[0])
+    assert called[0][0] == "get_weather"
+
+
+def test_other_forms_than_json_are_refused_beside_tools(scripted: Scripted) -> None:
+    with pytest.raises(openai.BadRequestError, match="guided_regex and tools") as error:
+        scripted.ask("hermes", "text", extra_body={"guided_regex": "a+"})
+    assert error.value.param == "guided_regex"
+
+
+def test_calls_and_their_results_are_sent_back_as_items(server: LiveServer, conversations: list[Any]) -> None:
+    call = {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": json.dumps(ROME)}
+    result = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
+    items = [{"role": "user", "content": "Weather?"}, {**call, "id": "fc_1", "status": "completed"}, result]
+    chat = server.openai.chat.completions.create(
+        model="red", messages=conversations, tools=TOOLS, max_tokens=20, temperature=0, tool_choice="none"
+    )
+    for output in ("rain", [{"type": "input_text", "text": "rain"}]):
+        sent = [*items[:2], {**result, "output": output}]
+        response = server.openai.responses.create(
+            model="red", input=sent, tools=FLAT_TOOLS, max_output_tokens=20, temperature=0, tool_choice="none"
+        )
+        assert response.output_text == chat.choices[0].message.content
+        assert response.usage.input_tokens == chat.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": TOOLS}, "tools"),
+        ({"tools": [FLAT_TOOLS[0]] * 2}, "tools"),
+        ({"tools": [{**FLAT_TOOLS[1], "defer_loading": True}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": FLAT_TOOLS, "tool_choice": {"type": "function", "name": "nope"}}, "tool_choice"),
+        ({"tools": FLAT_TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": FLAT_TOOLS, "include": ["message.output_text.logprobs"]}, "include"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input"),
+        ({"input": [{"type": "function_call", "call_id": "x", "name": "f", "arguments": "no"}]}, "input"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+        ({"input": ["text"]}, "input"),
+    ],
+    ids=str,
+)
+def test_tools_of_responses_that_are_not_offered_are_400(
+    server: LiveServer, fields: dict[str, Any], param: str
+) -> None:
+    for stream in (False, True):
+        error = error_of(
+            server.http.post("/v1/responses", json={"model": "red", "input": "x", "stream": stream} | fields)
+        )
+        assert error["param"] == param

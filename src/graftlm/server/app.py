@@ -82,7 +82,7 @@ def create_app(
     for router in (
         completion_routes(llm, request_timeout=request_timeout),
         chat_routes(llm, request_timeout=request_timeout, tool_call_format=tool_call_format),
-        response_routes(llm, request_timeout=request_timeout),
+        response_routes(llm, request_timeout=request_timeout, tool_call_format=tool_call_format),
         tokenization_routes(llm),
         model_routes(llm),
         health_routes(llm),

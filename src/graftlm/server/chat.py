@@ -39,9 +39,14 @@ def chat_routes(llm: AsyncLLM, *, request_timeout: float | None, tool_call_forma
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         adapter = resolve_model(request, llm, body.model)
         params = body.sampling_params()
-        tools = tool_use(body, await llm.tokenizer_of(adapter), tool_call_format)
+        tools = tool_use(
+            body,
+            await llm.tokenizer_of(adapter),
+            tool_call_format,
+            answer=params.structured,
+            form_field=body.form_field,
+        )
         if tools is not None:
-            tools.check_alone(body.form_field)
             params = tools.params(params)
         prompt_token_ids = await llm.apply_chat_template(
             with_names([message.for_template() for message in body.messages]),

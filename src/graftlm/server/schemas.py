@@ -14,6 +14,7 @@ from graftlm.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from graftlm.errors import InvalidRequest
 from graftlm.server.fields import Strict, Text, nothing_but
 from graftlm.server.prompts import MAX_ANSWERS, Prompt, parse_prompts
+from graftlm.server.response_fields import InputItem, ResponseToolFields, turns_of
 from graftlm.server.structured_fields import StructuredFields, TextFormat, structured_output
 from graftlm.server.tool_fields import AssistantCall, ToolFields
 
@@ -28,10 +29,6 @@ def _as_list(value: object) -> object:
 
 def _as_user_message(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
-def _as_input_parts(value: object) -> object:
-    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
 def _as_parts(value: object) -> object:
@@ -299,27 +296,6 @@ class ChatRequest(_Generation, _Rendering, ToolFields):
         )
 
 
-class ResponsePart(Strict):
-    """A piece of a message's text: sent, or out of an earlier response."""
-
-    type: Literal["input_text", "output_text"]
-    text: Text
-    annotations: Annotated[Any, nothing_but(None, [])] = None
-    # What the earlier response told of its tokens.
-    logprobs: list[Any] | None = None
-
-
-class ResponseMessage(Strict):
-    """An item of a response's input: a message, which may be one that came out of an earlier response."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[ResponsePart], BeforeValidator(_as_input_parts), Field(min_length=1)]
-    id: Text | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
-    phase: Annotated[Any, nothing_but(None)] = None
-
-
 class ResponseText(Strict):
     """What a response's text is to look like."""
 
@@ -327,16 +303,15 @@ class ResponseText(Strict):
     verbosity: Annotated[Any, nothing_but(None, "medium")] = None
 
 
-class ResponseRequest(Strict):
+class ResponseRequest(ResponseToolFields):
     """Body of POST /v1/responses."""
 
     model: Text
-    input: Annotated[list[ResponseMessage], BeforeValidator(_as_user_message), Field(min_length=1)]
+    input: Annotated[list[InputItem], BeforeValidator(_as_user_message), Field(min_length=1)]
     instructions: Text | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=_LARGEST_INTEGER)] | None = None
     metadata: dict[Text, Text] | None = None
-    parallel_tool_calls: bool | None = None
     prompt_cache_key: Text | None = None
     safety_identifier: Text | None = None
     stream: bool | None = None
@@ -364,15 +339,16 @@ class ResponseRequest(Strict):
     service_tier: Annotated[Any, nothing_but(None, "auto", "default")] = None
     store: Annotated[Any, nothing_but(None, False)] = None
     text: ResponseText | None = None
-    tool_choice: Annotated[Any, nothing_but(None, "none", "auto")] = None
-    tools: Annotated[Any, nothing_but(None, [])] = None
     truncation: Annotated[Any, nothing_but(None, "disabled")] = None
 
-    def messages(self) -> list[dict[str, str]]:
-        """The conversation for the chat template, instructions first."""
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation for the chat template, instructions first.
+
+        Raises:
+            InvalidRequest: as `turns_of` does.
+        """
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        turns = [{"role": turn.role, "content": "".join(part.text for part in turn.content)} for turn in self.input]
-        return [*system, *turns]
+        return [*system, *turns_of(self.input)]
 
     def timeout_within(self, limit: float | None) -> float | None:
         """Seconds the request has: what it asks for, and no more than the server allows."""
@@ -394,11 +370,27 @@ class ResponseRequest(Strict):
             )
         names = ("temperature", "top_p", "seed", "stop")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        form = None if self.text is None or self.text.format is None else self.text.format.form()
-        if form is not None:
+        if (form := self._form()) is not None:
             given["structured"] = structured_output(form, "text")
         logprobs = (self.top_logprobs or 0) if self.include else None
         return SamplingParams(**given, max_tokens=self.max_output_tokens, logprobs=logprobs)
+
+    @property
+    def form_field(self) -> str | None:
+        """The field that asks for a form, if one does."""
+        return None if self._form() is None else "text"
+
+    def check_beside_tools(self) -> None:
+        """Raises InvalidRequest: a field that only an answer in text has. A call's tokens are in no part of a text."""
+        if self.include:
+            raise InvalidRequest(
+                "log-probabilities come with text only",
+                param="include",
+                do='leave include out, or set tool_choice to "none"',
+            )
+
+    def _form(self) -> dict[str, Any] | None:
+        return None if self.text is None or self.text.format is None else self.text.format.form()
 
 
 # Routes that generate, each with its body.

@@ -64,21 +64,26 @@ class AssistantCall(Strict):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """As templates expect it: the arguments are an object.
-
-        Raises:
-            InvalidRequest: they are none.
-        """
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise InvalidRequest(
-                f"the arguments of the call {self.id} are no JSON object",
-                param="messages",
-                got=repr(self.function.arguments)[:100],
-                do="send them as they came, or leave the call out",
-            )
-        function = {"name": self.function.name, "arguments": arguments}
+        """Raises InvalidRequest: as `called_function` does."""
+        function = called_function(self.function.name, self.function.arguments, call_id=self.id, param="messages")
         return {"id": self.id, "type": "function", "function": function}
+
+
+def called_function(name: str, arguments: str, *, call_id: str, param: str) -> dict[str, Any]:
+    """A call as templates expect it: the arguments are an object.
+
+    Raises:
+        InvalidRequest: they are none; `param` is the field they came in.
+    """
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequest(
+            f"the arguments of the call {call_id} are no JSON object",
+            param=param,
+            got=repr(arguments)[:100],
+            do="send them as they came, or leave the call out",
+        )
+    return {"name": name, "arguments": value}

@@ -3,6 +3,7 @@ read out of it."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import string
 import uuid
@@ -12,7 +13,7 @@ from typing import Any
 
 from graftlm.engine.outputs import FinishReason
 from graftlm.engine.sampling_params import SamplingParams
-from graftlm.engine.structured_output import StructuredOutput
+from graftlm.engine.structured_output import WHITESPACE_PATTERN, StructuredOutput
 from graftlm.errors import InvalidRequest
 from graftlm.server.replies import CalledFunction, CalledFunctionPiece, ChatFinishReason, ToolCall, ToolCallPiece
 from graftlm.server.tool_fields import AllowedTools, ToolFields, ToolReference
@@ -24,8 +25,10 @@ from graftlm.text.tool_calls import (
     Tool,
     ToolCallFormat,
     ToolCallReader,
+    ToolEvent,
     calls_only,
     format_of_template,
+    json_or_calls,
     text_or_calls,
 )
 
@@ -47,16 +50,6 @@ class ToolUse:
     definitions: tuple[Mapping[str, Any], ...]
     structured: StructuredOutput | None
     is_named: bool
-
-    def check_alone(self, form_field: str | None) -> None:
-        """Raises InvalidRequest: another field wants the answer in a form of its own, beside calls."""
-        if form_field is not None:
-            raise InvalidRequest(
-                f"{form_field} and tools both ask for a form",
-                param=form_field,
-                allowed="one of them",
-                do='leave one out, or set tool_choice to "none"',
-            )
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """The same parameters, for an answer in which calls can be read: their marks may be special tokens."""
@@ -81,20 +74,29 @@ class ToolAnswer:
         self._use = use
         self._reader = ToolCallReader(use.form, {tool.name for tool in use.tools})
 
+    def events(self, text: str, *, is_last: bool) -> list[ToolEvent]:
+        """What one more piece adds, in its order."""
+        return self._reader.push(text) + (self._reader.flush() if is_last else [])
+
+    def new_call_id(self) -> str:
+        """An id in the form that the family's templates insist on."""
+        if self._use.form.call_id_len is None:
+            return f"call_{uuid.uuid4().hex[:24]}"
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(self._use.form.call_id_len))
+
     def push(self, text: str, *, is_last: bool) -> Piece:
         """What one more piece adds. A stream cannot take back what of a call it has shown when the rest turns out to be
         no call; that rest is text then."""
-        events = self._reader.push(text) + (self._reader.flush() if is_last else [])
         content, calls = "", list[ToolCallPiece]()
-        for event in events:
+        for event in self.events(text, is_last=is_last):
             match event:
                 case str():
                     content += event
                 case CallGivenUp():
                     content += event.rest
                 case CallBegun():
-                    call_id = _call_id(self._use.form)
                     begun = CalledFunctionPiece(name=event.name, arguments="")
+                    call_id = self.new_call_id()
                     calls.append({"index": event.index, "id": call_id, "type": "function", "function": begun})
                 case CallArguments():
                     calls.append({"index": event.index, "function": {"arguments": event.text}})
@@ -103,7 +105,7 @@ class ToolAnswer:
     def whole(self, text: str) -> tuple[str, list[ToolCall]]:
         """Text and calls of a complete answer."""
         content, calls = "", list[ToolCall]()
-        for event in [*self._reader.push(text), *self._reader.flush()]:
+        for event in self.events(text, is_last=True):
             match event:
                 case str():
                     content += event
@@ -112,7 +114,7 @@ class ToolAnswer:
                     del calls[len(calls) if event.index is None else event.index :]
                 case CallBegun():
                     function = CalledFunction(name=event.name, arguments="")
-                    calls.append({"id": _call_id(self._use.form), "type": "function", "function": function})
+                    calls.append({"id": self.new_call_id(), "type": "function", "function": function})
                 case CallArguments():
                     calls[event.index]["function"]["arguments"] += event.text
         return content, calls
@@ -123,11 +125,19 @@ class ToolAnswer:
         return "tool_calls" if reason == "stop" and calls else reason
 
 
-def tool_use(body: ToolFields, tokenizer: Tokenizer, form: ToolCallFormat | None) -> ToolUse | None:
+def tool_use(
+    body: ToolFields,
+    tokenizer: Tokenizer,
+    form: ToolCallFormat | None,
+    *,
+    answer: StructuredOutput | None,
+    form_field: str | None,
+) -> ToolUse | None:
     """What a request's tools come to; None if nothing may be called.
 
     Args:
         form: how the model writes calls; None to go by its chat template.
+        answer: the form of an answer that calls nothing. form_field: the field that asked for it.
 
     Raises:
         InvalidRequest: the fields contradict each other, or the model's form cannot keep to what they ask.
@@ -157,10 +167,38 @@ def tool_use(body: ToolFields, tokenizer: Tokenizer, form: ToolCallFormat | None
     structured = None
     if mode == "required" or is_named:
         structured = _grammar(calls_only(form, tools, several=several, token_of=tokenizer.token_id))
+    elif answer is not None:
+        structured = _grammar(
+            json_or_calls(
+                form,
+                tools,
+                _schema(answer, form_field),
+                whitespace_pattern=WHITESPACE_PATTERN,
+                several=several,
+                token_of=tokenizer.token_id,
+            )
+        )
     elif is_strict or body.parallel_tool_calls is False:
         structured = _grammar(text_or_calls(form, tools, several=several, token_of=tokenizer.token_id))
     definitions = tuple(tool.model_dump(exclude_none=True) for tool in body.tools)
     return ToolUse(form=form, tools=tools, definitions=definitions, structured=structured, is_named=is_named)
+
+
+def _schema(answer: StructuredOutput, form_field: str | None) -> Mapping[str, Any] | bool:
+    if answer.kind not in ("json", "json_object") or answer.whitespace_pattern is not None:
+        raise InvalidRequest(
+            f"{form_field} and tools cannot be had together",
+            param=form_field,
+            allowed="beside tools, a JSON schema or any JSON object",
+            do='leave one out, or set tool_choice to "none"',
+        )
+    try:
+        schema: Mapping[str, Any] | bool = json.loads(answer.text)
+    except (ValueError, RecursionError) as cause:
+        raise InvalidRequest(f"{form_field} is not a JSON schema", param=form_field, got=str(cause)[:100]) from cause
+    if not isinstance(schema, Mapping | bool):
+        raise InvalidRequest(f"{form_field} is not a JSON schema", param=form_field, got=type(schema).__name__)
+    return schema
 
 
 def _grammar(lark: str) -> StructuredOutput:
@@ -203,9 +241,3 @@ def with_names(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         name = names.get(message.get("tool_call_id", ""))
         named.append(message if name is None else {"name": name, **message})
     return named
-
-
-def _call_id(form: ToolCallFormat) -> str:
-    if form.call_id_len is None:
-        return f"call_{uuid.uuid4().hex[:24]}"
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(form.call_id_len))

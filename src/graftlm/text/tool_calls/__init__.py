@@ -3,7 +3,7 @@ model write them."""
 
 from graftlm.text.tool_calls.description import tell_tools
 from graftlm.text.tool_calls.formats import FORMATS, ToolCallFormat, format_of_template, named_format
-from graftlm.text.tool_calls.grammar import Tool, calls_only, text_or_calls
+from graftlm.text.tool_calls.grammar import Tool, calls_only, json_or_calls, text_or_calls
 from graftlm.text.tool_calls.reader import CallArguments, CallBegun, CallGivenUp, ToolCallReader, ToolEvent
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "ToolEvent",
     "calls_only",
     "format_of_template",
+    "json_or_calls",
     "named_format",
     "tell_tools",
     "text_or_calls",

@@ -46,6 +46,29 @@ def text_or_calls(form: ToolCallFormat, tools: Sequence[Tool], *, several: bool,
     return writer.grammar("start: head begun_calls | TEXT", text, f"head[lazy]: /(.|\\n)*{marker}/")
 
 
+def json_or_calls(
+    form: ToolCallFormat,
+    tools: Sequence[Tool],
+    schema: Mapping[str, Any] | bool,
+    *,
+    whitespace_pattern: str,
+    several: bool,
+    token_of: TokenOf,
+) -> str:
+    """A grammar of an answer that is JSON of a schema, or calls; for families without a marker, one call.
+
+    Args:
+        schema: of an answer that calls nothing. whitespace_pattern: what may stand between its tokens.
+        others: as for `calls_only`.
+    """
+    answer = f"answer: %json {_with_whitespace(schema, whitespace_pattern)}"
+    if form.marker is not None:
+        return _Writer(form, tools, several, token_of).grammar("start: answer | calls", answer)
+    # Here a call begins as other JSON does, and must be told from it key by key.
+    calls = [f"call_{index}: %json {_call_schema(form, tool)}" for index, tool in enumerate(tools)]
+    return "\n".join(["start: answer | " + " | ".join(f"call_{index}" for index in range(len(tools))), answer, *calls])
+
+
 class _Writer:
     """Rules for one family's calls of some tools. `calls` are one or more; `begun_calls` the same behind the marker."""
 
@@ -93,7 +116,23 @@ def _literal(text: str, special: Sequence[str], token_of: TokenOf) -> str:
 
 def _compact(schema: Mapping[str, Any]) -> str:
     """The schema, for JSON with at most a space between its tokens: what the templates show as an example."""
-    return json.dumps({**schema, "x-guidance": {"whitespace_pattern": " ?"}}, ensure_ascii=False)
+    return _with_whitespace(schema, " ?")
+
+
+def _with_whitespace(schema: Mapping[str, Any] | bool, pattern: str) -> str:
+    rules = schema if isinstance(schema, Mapping) else {} if schema else {"not": {}}
+    return json.dumps({**rules, "x-guidance": {"whitespace_pattern": pattern}}, ensure_ascii=False)
+
+
+def _call_schema(form: ToolCallFormat, tool: Tool) -> str:
+    """Schema of a whole call that is a JSON object."""
+    before, after = form.write_call(tool.name)
+    call = json.loads(f"{before}{{}}{after}")
+    properties = {key: {"const": value} if isinstance(value, str) else tool.parameters for key, value in call.items()}
+    # References are from the root.
+    definitions = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    rules = {"type": "object", "properties": properties, "required": list(call), "additionalProperties": False}
+    return _compact({**rules, **definitions})
 
 
 def _gemma_rules(quote: str) -> list[str]:

@@ -4,13 +4,17 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test soak ci fmt lint types docs bench clean
+.PHONY: demo test browser-test soak ci fmt lint types docs bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/graft demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+
+# The page, in the system's Chromium (Debian: apt-get install chromium) or the one that `playwright install chromium` brings.
+browser-test: $(VENV)/.browser
+	$(BIN)/python -m pytest tests/browser
 
 # About two minutes: what every adapter says alone, then a minute of traffic. `benchmarks/soak.py` alone takes ten.
 soak: $(VENV)/.dev
@@ -53,6 +57,10 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml $(wildcard csrc/*)
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) --editable '.[dev]'
+	touch $@
+
+$(VENV)/.browser: $(VENV)/.dev
+	$(PIP) --editable '.[browser]'
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.dev

@@ -14,12 +14,9 @@ export class Inspector {
     this.#note = note;
     note.addEventListener("pointerenter", () => clearTimeout(this.#timer));
     note.addEventListener("pointerleave", () => this.hideSoon());
-    addEventListener("scroll", () => this.hide(), { passive: true });
-    addEventListener("resize", () => this.hide());
-  }
-
-  get isShown() {
-    return this.#token !== null;
+    // To the focus the browser may scroll, so the note goes along.
+    addEventListener("scroll", () => this.#follow(), { passive: true });
+    addEventListener("resize", () => this.#follow());
   }
 
   /** @param {HTMLElement} span the token's @param {Token[]} tokens one, or those that made one character */
@@ -44,6 +41,13 @@ export class Inspector {
     this.#token?.removeAttribute("aria-describedby");
     this.#token = null;
     this.#note.hidden = true;
+  }
+
+  #follow() {
+    if (this.#token === null) return;
+    const { top, bottom } = this.#token.getBoundingClientRect();
+    if (bottom < 0 || top > innerHeight) this.hide();
+    else this.#place(this.#token);
   }
 
   #place(span) {

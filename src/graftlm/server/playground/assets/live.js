@@ -70,7 +70,7 @@ export class Live {
     this.#workers.hidden = workers.length === 0;
     this.#workerRows.replaceChildren(
       ...workers.map(({ id, state, layers, adapters }) =>
-        row(id, state, layers ? `${layers[0]} to ${layers[1] - 1}` : "spare", adapters.join(", ") || "none"),
+        row(id, state, layers ? `${layers[0]} to ${layers[1] - 1}` : "none", adapters.join(", ") || "none"),
       ),
     );
   }
@@ -82,11 +82,12 @@ function tile(name) {
 }
 
 function meterTile(name) {
-  const { box, value } = tile(name);
+  const { box, value: cell } = tile(name);
+  const value = element("span", {}, "–");
   const bar = element("span", { className: "bar" });
   const attributes = { className: "meter", role: "meter", "aria-label": name, "aria-valuemin": "0", "aria-valuemax": "100" };
-  const meter = element("dd", attributes, bar);
-  box.append(meter);
+  const meter = element("div", { ...attributes, "aria-valuenow": "0" }, bar);
+  cell.replaceChildren(value, meter);
   return {
     box,
     show(share, text) {

@@ -50,6 +50,7 @@ class EngineConfig:
         fair_shares: adapter, or API key -> how many times the share of the others it gets with "fair".
         prefix_cache: reuse the keys and values of earlier requests that began with the same tokens and adapter.
         workers: processes on Ray that share the layers out among them; default: this process computes all of them.
+        tensor_parallel: processes that share out every matrix of a layer; with `workers`, of each worker's layers.
         worker_layers: how many layers each worker gets; default: shares that weigh the same, both ends counted.
         worker_cpus: cores each worker computes with, and reserves on a cluster; default: an equal share of this
             machine's.
@@ -83,6 +84,7 @@ class EngineConfig:
     fair_shares: Mapping[str, float] = field(default_factory=dict)
     prefix_cache: bool = True
     workers: int | None = None
+    tensor_parallel: int = 1
     worker_layers: Sequence[int] = ()
     worker_cpus: int | None = None
     worker_timeout_seconds: float = 60.0
@@ -93,6 +95,16 @@ class EngineConfig:
     def chunk_tokens(self) -> int:
         """Most tokens of one request in one step."""
         return min(self.prefill_chunk_tokens or self.max_num_batched_tokens, self.max_num_batched_tokens)
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether other processes compute."""
+        return self.workers is not None or self.tensor_parallel > 1
+
+    @property
+    def num_stages(self) -> int:
+        """Stretches of layers that are computed one after the other, each by `tensor_parallel` processes."""
+        return self.workers or 1
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
@@ -134,6 +146,7 @@ class EngineConfig:
             "max_num_seqs",
             "max_queued_requests",
             "max_num_batched_tokens",
+            "tensor_parallel",
         )
         optional = ("max_model_len", "kv_cache_bytes", "prefill_chunk_tokens", "workers", "worker_cpus")
         for name in (*positive, *optional):
@@ -145,17 +158,17 @@ class EngineConfig:
         self._check_workers()
 
     def _check_workers(self) -> None:
-        if self.workers is None:
+        if not self.has_workers:
             for name in ("worker_layers", "worker_cpus", "ray_address"):
                 if getattr(self, name):
                     raise ConfigurationError(f"{name} is about workers, and there are none", do="set workers as well")
         elif self.worker_layers and (
-            len(self.worker_layers) != self.workers or not all(count >= 1 for count in self.worker_layers)
+            len(self.worker_layers) != self.num_stages or not all(count >= 1 for count in self.worker_layers)
         ):
             raise ConfigurationError(
                 "worker_layers does not fit workers",
                 got=list(self.worker_layers),
-                allowed=f"{self.workers} positive integers",
+                allowed=f"{self.num_stages} positive integers",
             )
         if not 0 < self.worker_timeout_seconds < float("inf"):
             raise ConfigurationError("worker_timeout_seconds must be positive", got=self.worker_timeout_seconds)

@@ -124,9 +124,22 @@ def test_r105_killed_and_frozen_workers_cost_no_token(
     asyncio.run(asyncio.wait_for(scenario(), 4 * DEADLINE_SECONDS))
 
 
+def test_a_killed_rank_is_replaced_with_its_stage(
+    cluster: None, base: Path, adapters: dict[str, Path], local: LLM
+) -> None:
+    llm = LLM(base, adapters={name: adapters[name] for name in NAMES}, tensor_parallel=2, **OPTIONS)
+    assert_same_logits(llm, local, NAMES)
+    first = {worker.pid: worker for worker in llm.workers if worker.state == "running"}
+    assert [worker.rank for worker in first.values()] == [0, 1]
+    os.kill(list(first)[1], signal.SIGKILL)
+    assert tokens(answers(llm, NAMES)) == tokens(answers(local, NAMES))
+    assert not first.keys() & {worker.pid for worker in llm.workers}
+    llm.shutdown()
+
+
 @pytest.fixture
 def served(base: Path, adapters: dict[str, Path]) -> list[str]:
-    return [str(base), "--adapter", f"plain={adapters['plain']}", "--port", "0", "--workers", "1"]
+    return [str(base), "--adapter", f"plain={adapters['plain']}", "--port", "0", "--tensor-parallel", "2"]
 
 
 def test_graft_serve_starts_ray_on_loopback_and_takes_it_along(served: list[str]) -> None:

@@ -75,5 +75,8 @@ class _ObservedWeight:
     def part(self, start: int, stop: int) -> Weight:
         return self._weight.part(start, stop)
 
+    def column_part(self, start: int, stop: int) -> Weight:
+        return self._weight.column_part(start, stop)
+
     def dequantize(self) -> Tensor:
         return self._weight.dequantize()

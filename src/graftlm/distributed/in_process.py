@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from graftlm.distributed.messages import AdapterRecipe, StageDescription, StagePlan, StageReply, StageStep
+from graftlm.distributed.messages import AdapterRecipe, RankPlace, StageDescription, StagePlan, StageReply, StageStep
 from graftlm.distributed.stage import Stage
+from graftlm.distributed.thread_collective import ThreadCollective, ThreadGroup
 from graftlm.distributed.worker import WorkerLost
 from graftlm.engine.executor import WorkerInfo
+from graftlm.layers.collective import CollectiveFailed
 from graftlm.models.layer_span import LayerSpan
 
 Answer = TypeVar("Answer")
@@ -37,11 +40,20 @@ class InProcessPool:
         self.num_taken = 0
         self.pending_faults = list(faults)
         self._num_steps: dict[int, int] = {}
-        self._strays: dict[int, deque[StageReply]] = {}
+        self._strays: dict[tuple[int, int], deque[StageReply]] = {}
+        self._groups: dict[str, ThreadGroup] = {}
 
     def take(self) -> InProcessWorker:
         self.num_taken += 1
         return InProcessWorker(f"worker-{self.num_taken}", self)
+
+    def rendezvous(self, size: int) -> str:
+        name = f"group-{len(self._groups) + 1}"
+        self._groups[name] = ThreadGroup(size)
+        return name
+
+    def join(self, place: RankPlace) -> ThreadCollective:
+        return self._groups[place.rendezvous].join(place.rank)
 
     @property
     def spares(self) -> tuple[WorkerInfo, ...]:
@@ -62,9 +74,10 @@ class InProcessPool:
                 return fault.kind
         return None
 
-    def strays(self, span: LayerSpan) -> deque[StageReply]:
-        """Answers that will arrive at whoever waits for the next one of this stage."""
-        return self._strays.setdefault(span.start, deque())
+    def strays(self, plan: StagePlan) -> deque[StageReply]:
+        """Answers that will arrive at whoever waits for the next one of this stage, and this rank of it."""
+        rank = 0 if plan.place is None else plan.place.rank
+        return self._strays.setdefault((plan.span.start, rank), deque())
 
 
 class InProcessWorker:
@@ -74,13 +87,15 @@ class InProcessWorker:
         self.id = worker_id
         self._pool = pool
         self._stage: Stage | None = None
-        self._span: LayerSpan | None = None
+        self._plan: StagePlan | None = None
+        self._collective: ThreadCollective | None = None
         self._is_lost = False
         self._when_killed: list[Callable[[], None]] = []
 
     def load(self, plan: StagePlan) -> _Call[StageDescription]:
-        self._span = plan.span
-        self._stage = Stage(plan)
+        self._plan = plan
+        self._collective = None if plan.place is None else self._pool.join(plan.place)
+        self._stage = Stage(plan, self._collective)
         return self._call(self._stage.describe)
 
     def begin(self, epoch: int) -> _Call[None]:
@@ -93,12 +108,14 @@ class InProcessWorker:
         return self._call(lambda: self._loaded.forget_adapters(digests))
 
     def step(self, step: StageStep) -> _Call[StageReply]:
-        assert self._span is not None
-        stage, strays = self._loaded, self._pool.strays(self._span)
-        kind = self._pool.next_fault(self._span)
+        assert self._plan is not None
+        stage, strays = self._loaded, self._pool.strays(self._plan)
+        kind = self._pool.next_fault(self._plan.span)
 
         def strayed() -> None:
-            strays.append(stage.step(step))
+            # Nobody computes with a rank of a group that was given up.
+            with contextlib.suppress(CollectiveFailed):
+                strays.append(stage.step(step))
 
         def compute() -> StageReply:
             if kind == "freeze":
@@ -116,6 +133,8 @@ class InProcessWorker:
 
     def kill(self) -> None:
         self._is_lost = True
+        if self._collective is not None:
+            self._collective.close()
         while self._when_killed:
             self._when_killed.pop()()
         self._stage = None
@@ -143,4 +162,7 @@ class _Call(Generic[Answer]):
     def result(self, timeout_seconds: float) -> Answer:
         if self._worker.is_lost:
             raise WorkerLost(f"{self._worker.id} is gone")
-        return self._strays.popleft() if self._strays else self._answer()
+        try:
+            return self._strays.popleft() if self._strays else self._answer()
+        except CollectiveFailed as failed:
+            raise WorkerLost(f"{self._worker.id}: {failed}") from failed

@@ -37,20 +37,33 @@ class PackedTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """A worker's place among those that share a stage out by tensors. rendezvous: where they meet, as their pool
+    calls it."""
+
+    rank: int
+    size: int
+    rendezvous: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """What a worker loads. num_blocks: of each cache group of the whole model."""
+    """What a worker loads. num_blocks: of each cache group of the whole model. place: if others share the stage."""
 
     config: EngineConfig
     span: LayerSpan
     num_blocks: tuple[int, ...]
+    place: RankPlace | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageDescription:
-    """Where a stage is. node: as the workers' engine calls it."""
+    """Where a stage is. node: as the workers' engine calls it. others: the ranks after the first, where several share
+    the stage."""
 
     node: str
     pid: int
+    others: tuple[StageDescription, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +104,7 @@ class StageStep:
 
 @dataclass(frozen=True, kw_only=True)
 class StageReply:
-    """output: [T, E], or of the last stage the logits, [N, V]."""
+    """output: [T, E], or of the last stage the logits, [N, V]; of ranks after the first nothing."""
 
     key: StepKey
     output: PackedTensor

@@ -94,7 +94,7 @@ class PipelineExecutor:
         with self._lock:
             members = sorted(self._members.items())
         needed = self._residency.resident
-        running = [self._describe(index, member, needed) for index, member in members]
+        running = [info for index, member in members for info in self._describe(index, member, needed)]
         return (*running, *self._pool.spares)
 
     def execute(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
@@ -140,16 +140,22 @@ class PipelineExecutor:
             member.worker.kill()
         self._pool.close()
 
-    def _describe(self, index: int, member: _Member, needed: Set[str]) -> WorkerInfo:
-        known = dict(member.adapters)
-        return WorkerInfo(
-            id=member.worker.id,
-            node=member.description.node,
-            pid=member.description.pid,
-            layers=(self._plans[index].span.start, self._plans[index].span.stop),
-            adapters=tuple(name for digest, name in known.items() if name is not None and digest in needed),
-            state="running",
-        )
+    def _describe(self, index: int, member: _Member, needed: Set[str]) -> list[WorkerInfo]:
+        """Each process that has the stage or a share of it."""
+        known, span = dict(member.adapters), self._plans[index].span
+        places = (member.description, *member.description.others)
+        return [
+            WorkerInfo(
+                id=member.worker.id if rank == 0 else f"{member.worker.id}.{rank}",
+                node=place.node,
+                pid=place.pid,
+                layers=(span.start, span.stop),
+                rank=rank if len(places) > 1 else None,
+                adapters=tuple(name for digest, name in known.items() if name is not None and digest in needed),
+                state="running",
+            )
+            for rank, place in enumerate(places)
+        ]
 
     def _fill_gaps(self) -> None:
         """Have a worker for every stage; those that are missing load at the same time."""

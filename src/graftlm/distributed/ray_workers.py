@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -19,13 +21,16 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from graftlm.config import EngineConfig
+from graftlm.distributed.gloo_collective import GlooCollective
 from graftlm.distributed.messages import AdapterRecipe, StageDescription, StagePlan, StageReply, StageStep
 from graftlm.distributed.stage import Stage
 from graftlm.distributed.worker import WorkerLost
 from graftlm.engine.executor import WorkerInfo
 from graftlm.errors import ConfigurationError
+from graftlm.layers.collective import CollectiveFailed
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +51,14 @@ class StageProcess:
         return StageDescription(node=ray.get_runtime_context().get_node_id(), pid=os.getpid())
 
     def load(self, plan: StagePlan) -> StageDescription:
-        self._stage = Stage(plan)
+        collective = None
+        if plan.place is not None:
+            collective = GlooCollective(
+                plan.place,
+                address=ray.util.get_node_ip_address(),
+                timeout_seconds=plan.config.worker_timeout_seconds,
+            )
+        self._stage = Stage(plan, collective)
         return self.describe()
 
     def ask(self, method: str, *arguments: Any) -> Any:
@@ -66,6 +78,8 @@ class RayCall(Generic[Answer]):
         try:
             answer: Answer = ray.get(reference, timeout=max(timeout_seconds, 0.0))
         except RayTaskError as error:
+            if isinstance(error.cause, CollectiveFailed):
+                raise WorkerLost(f"{self._worker_id}: {error.cause}") from error
             raise error.cause from error
         except GetTimeoutError as error:
             raise WorkerLost(f"{self._worker_id} has not answered for {timeout_seconds:.0f} s") from error
@@ -138,16 +152,27 @@ class RayPool:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        num_workers = config.workers or 1
+        num_workers = config.num_stages * config.tensor_parallel
         self._num_threads = config.worker_cpus or max(1, torch.get_num_threads() // num_workers)
         self._owns_connection = not ray.is_initialized()
         if self._owns_connection:
             _connect(config.ray_address, num_cpus=num_workers * self._num_threads)
         _check_size(num_workers, self._num_threads)
         self._spares: list[RayWorker] = []
+        self._stores: list[TCPStore] = []
         self._num_spawned = 0
         self._is_closed = False
         self._lock = threading.Lock()
+
+    def rendezvous(self, size: int) -> str:
+        """A store in this process, at the address by which the cluster knows this machine and no other."""
+        listening = socket.create_server((ray.util.get_node_ip_address(), 0))
+        host, port = listening.getsockname()[:2]
+        # The store closes it.
+        self._stores.append(
+            TCPStore(host, port, size, True, wait_for_workers=False, master_listen_fd=listening.detach())
+        )
+        return f"{host}:{port}"
 
     @property
     def spares(self) -> tuple[WorkerInfo, ...]:
@@ -165,8 +190,8 @@ class RayPool:
 
     def keep_spares(self, nodes: Iterable[str]) -> None:
         with self._lock:
-            missing = set(nodes) - {spare.node for spare in self._spares}
-            self._spares.extend(self._spawn(node) for node in sorted(missing))
+            missing = Counter(nodes) - Counter(spare.node for spare in self._spares if spare.node is not None)
+            self._spares.extend(self._spawn(node) for node in sorted(missing.elements()))
 
     def close(self) -> None:
         with self._lock:
@@ -176,6 +201,7 @@ class RayPool:
             for spare in self._spares:
                 spare.kill()
             self._spares.clear()
+            self._stores.clear()
         if self._owns_connection:
             ray.shutdown()
 

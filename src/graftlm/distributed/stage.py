@@ -23,13 +23,20 @@ from graftlm.distributed.messages import (
     StageStep,
     StepKey,
 )
+from graftlm.distributed.patch_shard import PatchShard
 from graftlm.engine.load_options import choose_dtype, load_policy
 from graftlm.engine.span_runner import SpanRunner
 from graftlm.errors import AdapterError, GraftError
 from graftlm.kernels.registry import choose_kernels
+from graftlm.layers.collective import Collective
 from graftlm.layers.patch import ModelPatch, PrefixPatch
-from graftlm.models.base_weights import CheckpointWeights, DecoderWeights
+from graftlm.models.base_weights import BaseWeights, CheckpointWeights, DecoderWeights
 from graftlm.models.build import build_span
+from graftlm.models.layer_span import LayerSpan
+from graftlm.models.layout import lay_out
+from graftlm.models.read import read_spec
+from graftlm.models.tensor_share import share_model
+from graftlm.models.whole_weights import WholeWeights
 
 logger = logging.getLogger(__name__)
 
@@ -40,27 +47,40 @@ class StepRefused(GraftError, RuntimeError):
 
 
 class Stage:
-    """Computes steps on a span of layers.
+    """Computes steps on a span of layers, or on a rank's share of it.
+
+    Args:
+        collective: the ranks of the plan's place, which are all given the same calls.
 
     Raises:
         CheckpointError, ConfigurationError
     """
 
-    def __init__(self, plan: StagePlan) -> None:
+    def __init__(self, plan: StagePlan, collective: Collective | None = None) -> None:
         config = plan.config
         self._config = config
         # Stays open: what an adapter means here may depend on weights of other layers.
         self._checkpoint = open_checkpoint(config.model)
         self._kernels = choose_kernels(torch.device("cpu"), deterministic=config.deterministic)
+        self._collective = collective
+        dtype, device = choose_dtype(config.dtype, self._checkpoint), torch.device("cpu")
+        policy = load_policy(config, self._checkpoint)
         self._span = build_span(
             self._checkpoint,
             plan.span,
-            dtype=choose_dtype(config.dtype, self._checkpoint),
-            device=torch.device("cpu"),
-            policy=load_policy(config, self._checkpoint),
+            dtype=dtype,
+            device=device,
+            policy=policy,
             kernels=self._kernels,
+            collective=collective,
         )
-        self._base = DecoderWeights(self._span, elsewhere=CheckpointWeights(self._checkpoint))
+        self._base: BaseWeights
+        if collective is None:
+            self._base = DecoderWeights(self._span, elsewhere=CheckpointWeights(self._checkpoint))
+            self._shard = None
+        else:
+            self._base = WholeWeights(self._checkpoint, dtype=dtype, device=device, policy=policy)
+            self._shard = self._patch_shard(plan.span, collective)
         self._num_blocks = plan.num_blocks
         self._adapters: dict[str, AdapterWeights] = {}
         self._runner = self._new_runner()
@@ -86,7 +106,11 @@ class Stage:
         if recipe.digest not in self._adapters:
             parts = [(self._read(part), part.weight) for part in recipe.parts]
             weighted = [(weights, weight) for weights, weight in parts if weight is not None]
-            self._adapters[recipe.digest] = self._own_part(combine_weights(weighted) if weighted else parts[0][0])
+            whole = combine_weights(weighted) if weighted else parts[0][0]
+            try:
+                self._adapters[recipe.digest] = self._own_part(whole)
+            except AdapterError as error:
+                raise naming(recipe.name, error) from error
         return self._adapters[recipe.digest].num_bytes > 0
 
     def forget_adapters(self, digests: Sequence[str]) -> None:
@@ -107,6 +131,8 @@ class Stage:
             raise StepRefused("this step does not follow the last one", got=step.key, allowed=str(expected))
         hidden = None if step.hidden is None else step.hidden.unpack()
         output = self._runner.run(step.sequences, self._adapters, hidden)
+        if self._collective is not None and self._collective.rank > 0:
+            output = output[:0]
         self._last, self._reply = step.key, StageReply(key=step.key, output=PackedTensor.of(output))
         return self._reply
 
@@ -138,12 +164,23 @@ class Stage:
 
     def _own_patch(self, patch: ModelPatch) -> ModelPatch:
         span = self._span
-        return ModelPatch(
+        own = ModelPatch(
             linears={slot: linear for slot, linear in patch.linears.items() if slot in span.linears},
             norms={slot: norm for slot, norm in patch.norms.items() if slot in span.norms},
             embedding=None if span.embedding is None else patch.embedding,
             head=None if span.output is None else patch.head,
             prefix=None if patch.prefix is None else self._own_prefix(patch.prefix),
+        )
+        return own if self._shard is None else self._shard.cut(own)
+
+    def _patch_shard(self, span: LayerSpan, collective: Collective) -> PatchShard:
+        family, spec = read_spec(self._checkpoint)
+        share = share_model(spec, lay_out(spec, family.names), rank=collective.rank, size=collective.size)
+        return PatchShard(
+            share,
+            self._span.linears,
+            has_logits=collective.rank == 0,
+            key_heads=share.heads[span.start : span.stop],
         )
 
     def _own_prefix(self, prefix: PrefixPatch) -> PrefixPatch:

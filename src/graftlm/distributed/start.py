@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 
 from graftlm.adapters import LoadedAdapter
 from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
+from graftlm.distributed.gang import GangPool
 from graftlm.distributed.messages import StagePlan
 from graftlm.distributed.partition import balanced_spans, end_weights, explicit_spans, layer_weights
 from graftlm.distributed.pipeline import PipelineExecutor
@@ -24,6 +26,8 @@ from graftlm.models.divide import check_divisible
 from graftlm.models.layer_span import LayerSpan
 from graftlm.models.layout import ModelLayout, lay_out
 from graftlm.models.read import read_spec
+from graftlm.models.spec import ModelSpec
+from graftlm.models.tensor_share import share_model
 
 _CPU = torch.device("cpu")
 
@@ -57,15 +61,16 @@ def serve_on_workers(
         if config.device not in ("auto", "cpu"):
             raise ConfigurationError("workers compute on the CPU", got=config.device, allowed="auto, cpu")
         family, spec = read_spec(checkpoint)
+        layout = lay_out(spec, family.names)
         plan = plan_cache(
             config,
-            cache_shapes(spec),
+            cache_shapes(_largest_share(config, spec, layout)),
             cache_windows(spec),
             context_len=spec.max_position_embeddings,
             dtype=choose_dtype(config.dtype, checkpoint),
             device=_CPU,
         )
-        spans = _spans(config, lay_out(spec, family.names))
+        spans = _spans(config, layout)
         for span in spans:
             check_divisible(spec, span)
         # One of its own: this one is closed once everything has been read.
@@ -73,6 +78,8 @@ def serve_on_workers(
     except BaseException:
         pool.close()
         raise
+    if config.tensor_parallel > 1:
+        pool = GangPool(pool, config.tensor_parallel)
     stages = [StagePlan(config=config, span=span, num_blocks=plan.num_blocks) for span in spans]
     return ServedModel(
         executor=PipelineExecutor(pool, stages, residency=residency, timeout_seconds=config.worker_timeout_seconds),
@@ -85,8 +92,15 @@ def serve_on_workers(
     )
 
 
+def _largest_share(config: EngineConfig, spec: ModelSpec, layout: ModelLayout) -> ModelSpec:
+    """The model as the rank with most keys and values sees it: the first."""
+    if config.tensor_parallel == 1:
+        return spec
+    return replace(spec, layers=share_model(spec, layout, rank=0, size=config.tensor_parallel).layers)
+
+
 def _spans(config: EngineConfig, layout: ModelLayout) -> tuple[LayerSpan, ...]:
     if config.worker_layers:
         return explicit_spans(config.worker_layers, len(layout.layers))
     before, after = end_weights(layout)
-    return balanced_spans(layer_weights(layout), config.workers or 1, before=before, after=after)
+    return balanced_spans(layer_weights(layout), config.num_stages, before=before, after=after)

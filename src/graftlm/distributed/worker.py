@@ -54,6 +54,10 @@ class Worker(Protocol):
 class WorkerPool(Protocol):
     """Where workers come from."""
 
+    def rendezvous(self, size: int) -> str:
+        """A new place where that many workers can meet, for `RankPlace`."""
+        ...
+
     def take(self) -> Worker:
         """A worker that has loaded nothing, as soon as can be.
 
@@ -68,7 +72,7 @@ class WorkerPool(Protocol):
         ...
 
     def keep_spares(self, nodes: Iterable[str]) -> None:
-        """Have a spare on each of these nodes, soon."""
+        """Have a spare on each of these nodes, soon; as many as it is named times."""
         ...
 
     def close(self) -> None:

@@ -411,7 +411,7 @@ def _core(
 
 
 def _load(config: EngineConfig, checkpoint: Checkpoint, residency: Residency[LoadedAdapter]) -> ServedModel:
-    if config.workers is None:
+    if not config.has_workers:
         return serve_here(config, checkpoint, residency)
     from graftlm.distributed.start import serve_on_ray
 

@@ -23,7 +23,8 @@ WorkerState = Literal["running", "spare", "lost"]
 class WorkerInfo:
     """A process that computes some of the layers.
 
-    node: where it is. layers: (start, stop); None for a spare. adapters: names of those it holds weights of.
+    node: where it is. layers: (start, stop); None for a spare. rank: where several share these layers out by tensors.
+    adapters: names of those it holds weights of.
     """
 
     id: str
@@ -32,6 +33,7 @@ class WorkerInfo:
     layers: tuple[int, int] | None
     adapters: tuple[str, ...]
     state: WorkerState
+    rank: int | None = None
 
 
 class CacheLost(Exception):

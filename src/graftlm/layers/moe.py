@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from graftlm.kernels import ops
+from graftlm.layers.collective import Collective
 from graftlm.layers.linear import Linear
 from graftlm.layers.mlp import FeedForward
 from graftlm.layers.norm import Norm, normed
@@ -75,6 +76,8 @@ class MixtureOfExperts:
     norm: of what the experts read, but not the router.
     An expert sees its tokens in one go and in batch order, so that the tokens of an adapter stand together there too.
     Experts that no token goes to are not touched.
+
+    experts: by number; those of other ranks are missing. collective: these ranks, whose experts' results add up.
     """
 
     def __init__(
@@ -82,13 +85,15 @@ class MixtureOfExperts:
         *,
         router: Router,
         norm: Norm | None,
-        experts: Sequence[Expert],
+        experts: Mapping[int, Expert],
         shared: FeedForward | None,
+        collective: Collective | None = None,
     ) -> None:
         self._router = router
         self._norm = norm
-        self._experts = tuple(experts)
+        self._experts = dict(experts)
         self._shared = shared
+        self._collective = collective
 
     def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
         """x: [T, E] -> [T, E]."""
@@ -96,9 +101,13 @@ class MixtureOfExperts:
         x = normed(x, self._norm, segments)
         out = torch.zeros_like(x)
         for index, rows, row_weights in _by_expert(chosen, weights):
-            expert = self._experts[index]
+            expert = self._experts.get(index)
+            if expert is None:
+                continue
             result = expert.mlp(x.index_select(0, rows), _segments_among(rows, segments, expert.slots))
             out.index_add_(0, rows, (result * row_weights[:, None]).to(out.dtype))
+        if self._collective is not None:
+            out = self._collective.all_reduce(out)
         return out if self._shared is None else out + self._shared(x, segments)
 
 

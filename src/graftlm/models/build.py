@@ -23,6 +23,7 @@ from graftlm.layers.block import (
     ScaledBlock,
     SequentialBlock,
 )
+from graftlm.layers.collective import Collective
 from graftlm.layers.embedding import Embedding, InputEmbedding
 from graftlm.layers.head import OutputHead
 from graftlm.layers.kv_cache import KVShape
@@ -40,12 +41,14 @@ from graftlm.layers.moe import (
 from graftlm.layers.norm import LayerNorm, Norm, RMSNorm
 from graftlm.layers.patch import Slot
 from graftlm.layers.rotary import RotaryEmbedding
+from graftlm.layers.row_parallel import RowParallelLinear
+from graftlm.layers.vocabulary_parallel import VocabularyParallelWeight
 from graftlm.models.cache_layout import cache_windows
 from graftlm.models.decoder import Decoder, DecoderSpan, OutputLayers
 from graftlm.models.divide import check_divisible
 from graftlm.models.heap import trim_heap
 from graftlm.models.layer_span import LayerSpan
-from graftlm.models.layout import LayerLayout, LinearLayout, ModuleLayout, NormLayout, lay_out
+from graftlm.models.layout import HEAD_SLOT, LayerLayout, LinearLayout, ModuleLayout, NormLayout, lay_out
 from graftlm.models.matrices import Matrices
 from graftlm.models.quantized_cache import QuantizedCache
 from graftlm.models.read import read_spec
@@ -54,6 +57,7 @@ from graftlm.models.rope_spec import RopeSpec
 from graftlm.models.site import SiteMap, map_sites
 from graftlm.models.spec import AttentionSpec, ClampedSwiGLU, LayerSpec, MLPSpec, ModelSpec, MoESpec, NameMap, NormRole
 from graftlm.models.stored_weights import StoredWeights
+from graftlm.models.tensor_share import MatrixShare, share_model
 from graftlm.models.tensors import NamedTensors, check_tensors, expected_shapes, has_tied_head
 from graftlm.quantization import Weight
 from graftlm.quantization.policy import LoadPolicy
@@ -100,16 +104,19 @@ def build_span(
     device: torch.device,
     policy: LoadPolicy | None = None,
     kernels: Kernels = REFERENCE,
+    collective: Collective | None = None,
 ) -> DecoderSpan:
     """Assemble some layers of a checkpoint's decoder. All tensors are checked, and no others' weights are read.
 
     Args:
         policy, kernels: as `build_decoder`.
+        collective: the ranks that share these layers out by tensors, if any do; built is this rank's share.
 
     Raises:
         CheckpointError: as `build_decoder`.
+        ConfigurationError: the layers cannot be divided in this way.
     """
-    builder = _builder(checkpoint, dtype, device, policy, None, kernels)
+    builder = _builder(checkpoint, dtype, device, policy, None, kernels, collective)
     decoder = builder.span(span)
     builder.report()
     return decoder
@@ -122,6 +129,7 @@ def _builder(
     policy: LoadPolicy | None,
     cache: QuantizedCache | None,
     kernels: Kernels,
+    collective: Collective | None = None,
 ) -> _Builder:
     family, spec = read_spec(checkpoint)
     tensors = NamedTensors(checkpoint, family.names)
@@ -133,7 +141,7 @@ def _builder(
     modules = lay_out(spec, family.names).linear_modules()
     policy.check_skipped([family.names.embedding, *(module.path for module in modules)])
     matrices = Matrices(stored, policy, cache, dtype=dtype, device=device, kernels=kernels)
-    return _Builder(tensors, matrices, spec, family.names, dtype, device)
+    return _Builder(tensors, matrices, spec, family.names, dtype, device, collective)
 
 
 def _check(tensors: NamedTensors, stored: StoredWeights, spec: ModelSpec, names: NameMap) -> None:
@@ -178,6 +186,7 @@ class _Builder:
         names: NameMap,
         dtype: torch.dtype,
         device: torch.device,
+        collective: Collective | None,
     ) -> None:
         self._tensors = tensors
         self._matrices = matrices
@@ -186,6 +195,10 @@ class _Builder:
         self._dtype = dtype
         self._device = device
         self._layout = lay_out(spec, names)
+        self._collective = collective
+        self._share = None
+        if collective is not None:
+            self._share = share_model(spec, self._layout, rank=collective.rank, size=collective.size)
         self._linears: dict[Slot, Linear] = {}
         self._norms: dict[Slot, Norm] = {}
         self._rotary: dict[RopeSpec, RotaryEmbedding] = {}
@@ -220,7 +233,7 @@ class _Builder:
         table = self._table() if span.is_first or (span.is_last and spec.head.tied) else None
         head_weight = None
         if span.is_last:
-            head_weight = table if spec.head.tied else self._matrices.head(layout.head)
+            head_weight = table if spec.head.tied else self._whole(self._matrices.head(layout.head, self._head_share))
         embedding = None if table is None or not span.is_first else self._embedding(table)
         layer_inputs = self._layer_inputs() if span.is_first else None
         blocks = self._blocks(span)
@@ -233,7 +246,8 @@ class _Builder:
         )
 
     def _blocks(self, span: LayerSpan) -> list[Block]:
-        layers = list(zip(self._spec.layers, self._layout.layers, strict=True))
+        specs = self._spec.layers if self._share is None else self._share.layers
+        layers = list(zip(specs, self._layout.layers, strict=True))
         # Nothing here reads keys and values of layers before the span.
         self._cache_layers = [-1] * span.start
         return [self._next_block(index, *layers[index]) for index in range(span.start, span.stop)]
@@ -265,7 +279,19 @@ class _Builder:
     def _table(self) -> Weight:
         path = self._names.embedding
         head = self._layout.head if self._spec.head.tied else None
-        return self._matrices.table(path, self._layout.tables[path], head=head)
+        return self._whole(self._matrices.table(path, self._layout.tables[path], head=head, share=self._head_share))
+
+    @property
+    def _head_share(self) -> MatrixShare | None:
+        """Of the token table too."""
+        return None if self._share is None else self._share.matrices[HEAD_SLOT]
+
+    def _whole(self, own: Weight) -> Weight:
+        """A matrix of which the ranks have some rows each."""
+        if self._share is None or self._collective is None:
+            return own
+        bounds = tuple((part.start, part.stop) for part in self._share.vocabulary)
+        return VocabularyParallelWeight(own, bounds, self._collective)
 
     def _output(self, head_weight: Weight) -> OutputLayers:
         layout = self._layout
@@ -301,7 +327,7 @@ class _Builder:
         )
 
     def _whole_block(self, index: int, spec: LayerSpec, layout: LayerLayout) -> Block:
-        block = self._block(spec, layout)
+        block = self._block(index, spec, layout)
         if self._spec.layer_inputs is not None:
             block = LayerInputBlock(
                 block=block,
@@ -315,12 +341,12 @@ class _Builder:
             block = ScaledBlock(block=block, scalar=self._read(layout.parameters["layer_scalar"].name))
         return block
 
-    def _block(self, spec: LayerSpec, layout: LayerLayout) -> Block:
+    def _block(self, index: int, spec: LayerSpec, layout: LayerLayout) -> Block:
         norms: dict[NormRole, Norm] = {
             role: self._norm(norm) for role, norm in layout.norms.items() if role != "post_layer_input"
         }
-        attention = self._attention(spec.attention, layout, norms)
-        mlp = self._feed_forward(spec, layout, norms)
+        attention = self._attention(index, spec.attention, layout, norms)
+        mlp = self._feed_forward(index, spec, layout, norms)
         if spec.wiring == "parallel":
             return ParallelBlock(
                 attention=attention,
@@ -345,7 +371,9 @@ class _Builder:
             residual_after_norm=spec.wiring == "sequential_normed_residual",
         )
 
-    def _attention(self, spec: AttentionSpec, layout: LayerLayout, norms: Mapping[NormRole, Norm]) -> SelfAttention:
+    def _attention(
+        self, index: int, spec: AttentionSpec, layout: LayerLayout, norms: Mapping[NormRole, Norm]
+    ) -> SelfAttention:
         cache_layer = self._cache_layer(spec)
         group = self._kv_shapes[cache_layer].group
         scores = AttentionScores(scale=spec.scale, softcap=spec.softcap)
@@ -353,7 +381,7 @@ class _Builder:
             slopes = torch.tensor(spec.alibi.slopes, dtype=SLOPE_DTYPES[spec.alibi.dtype], device=self._device)
             scores = replace(scores, slopes=slopes, slope_factor=spec.alibi.factor)
         if spec.sinks:
-            scores = replace(scores, sinks=self._read(layout.parameters["sinks"].name))
+            scores = replace(scores, sinks=self._sinks(index, layout))
         rotary = None if spec.rope is None else self._rotary_embedding(spec.rope)
         if spec.kv_layer is not None:
             return BorrowingAttention(
@@ -382,6 +410,14 @@ class _Builder:
             cache_group=group,
         )
 
+    def _sinks(self, index: int, layout: LayerLayout) -> Tensor:
+        """One for each head."""
+        sinks = self._read(layout.parameters["sinks"].name)
+        if self._share is None:
+            return sinks
+        own = self._share.heads[index].queries
+        return sinks[own.start : own.stop].clone()
+
     def _cache_layer(self, spec: AttentionSpec) -> int:
         """Where the keys and values that a layer reads are."""
         if spec.kv_layer is not None:
@@ -392,15 +428,17 @@ class _Builder:
         self._cache_layers.append(len(self._kv_shapes) - 1)
         return self._cache_layers[-1]
 
-    def _feed_forward(self, spec: LayerSpec, layout: LayerLayout, norms: Mapping[NormRole, Norm]) -> FeedForward:
+    def _feed_forward(
+        self, index: int, spec: LayerSpec, layout: LayerLayout, norms: Mapping[NormRole, Norm]
+    ) -> FeedForward:
         if isinstance(spec.mlp, MoESpec):
-            return self._experts(spec.mlp, layout, norms)
+            return self._experts(index, spec.mlp, layout, norms)
         mlp = self._mlp(spec.mlp, layout)
         if spec.experts is None:
             return mlp
         return DenseBesideExperts(
             dense=mlp,
-            experts=self._experts(spec.experts, layout, norms),
+            experts=self._experts(index, spec.experts, layout, norms),
             pre_dense_norm=norms.get("pre_dense"),
             post_dense_norm=norms.get("post_dense"),
             post_experts_norm=norms.get("post_experts"),
@@ -419,7 +457,8 @@ class _Builder:
             return ClampedMLP(gate_up=gate_up, down=down, alpha=alpha, limit=limit)
         return GatedMLP(gate_up=gate_up, down=down, activation=spec.activation)
 
-    def _experts(self, spec: MoESpec, layout: LayerLayout, norms: Mapping[NormRole, Norm]) -> FeedForward:
+    def _experts(self, index: int, spec: MoESpec, layout: LayerLayout, norms: Mapping[NormRole, Norm]) -> FeedForward:
+        own = None if self._share is None else self._share.experts[index]
         shared = None
         if spec.shared is not None:
             mlp = self._gated_mlp(spec.shared, layout.linears["shared_gate_up"], layout.linears["shared_down"])
@@ -427,14 +466,16 @@ class _Builder:
         return MixtureOfExperts(
             router=self._router(spec, layout, norms),
             norm=norms.get("pre_experts"),
-            experts=[
-                Expert(
+            experts={
+                number: Expert(
                     mlp=self._gated_mlp(spec.expert, expert["gate_up"], expert["down"]),
                     slots=tuple(linear.slot for linear in expert.values()),
                 )
-                for expert in layout.experts
-            ],
+                for number, expert in enumerate(layout.experts)
+                if own is None or own.start <= number < own.stop
+            },
             shared=shared,
+            collective=self._collective,
         )
 
     def _router(self, spec: MoESpec, layout: LayerLayout, norms: Mapping[NormRole, Norm]) -> Router:
@@ -460,10 +501,19 @@ class _Builder:
         return self._rotary[spec]
 
     def _linear(self, layout: LinearLayout) -> Linear:
-        return self._add(layout, self._matrices.linear(layout))
+        share = None if self._share is None else self._share.matrices.get(layout.slot)
+        return self._add(layout, self._matrices.linear(layout, share), share)
 
-    def _add(self, layout: LinearLayout, weight: Weight) -> Linear:
-        linear = Linear(layout.slot, weight, self._bias(layout))
+    def _add(self, layout: LinearLayout, weight: Weight, share: MatrixShare | None = None) -> Linear:
+        bias = self._bias(layout)
+        if share is None or self._collective is None:
+            linear = Linear(layout.slot, weight, bias)
+        elif share.columns is not None:
+            linear = RowParallelLinear(layout.slot, weight, bias, self._collective)
+        else:
+            if bias is not None:
+                bias = torch.cat([bias[part.start : part.stop] for part in share.rows])
+            linear = Linear(layout.slot, weight, bias)
         self._linears[layout.slot] = linear
         return linear
 

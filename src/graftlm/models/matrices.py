@@ -12,8 +12,10 @@ from graftlm.models.layout import LinearLayout, ModuleLayout
 from graftlm.models.quantized_cache import QuantizedCache
 from graftlm.models.quantized_modules import QuantizedModules
 from graftlm.models.stored_weights import StoredWeights
+from graftlm.models.tensor_share import MatrixShare
 from graftlm.quantization import DenseWeight, StackedWeight, Weight
 from graftlm.quantization.format import Quantizer
+from graftlm.quantization.own_memory import with_own_memory
 from graftlm.quantization.packed import dense_weight
 from graftlm.quantization.policy import LoadPolicy
 
@@ -45,38 +47,45 @@ class Matrices:
         self._kernels = kernels
         self.quantized = QuantizedModules()
 
-    def linear(self, layout: LinearLayout) -> Weight:
-        """The weight of a layer of the decoder, [out, in], however its modules are stored."""
-        return self._weight(layout.modules, layout.in_features, quantize=True)
+    def linear(self, layout: LinearLayout, share: MatrixShare | None = None) -> Weight:
+        """The weight of a layer of the decoder, [out, in], however its modules are stored. share: the part that is
+        wanted."""
+        return self._weight(layout.modules, layout.in_features, quantize=True, share=share)
 
     def router(self, layout: LinearLayout) -> Weight:
         """The weight that chooses experts: too small to be worth quantising, and its errors send tokens astray."""
         return self._weight(layout.modules, layout.in_features, quantize=False)
 
-    def head(self, layout: LinearLayout) -> Weight:
+    def head(self, layout: LinearLayout, share: MatrixShare | None = None) -> Weight:
         """The weight of an output head that is not the token table."""
-        return self._weight(layout.modules, layout.in_features, quantize=self._policy.quantize_head)
+        return self._weight(layout.modules, layout.in_features, quantize=self._policy.quantize_head, share=share)
 
-    def table(self, path: str, shape: tuple[int, int], *, head: LinearLayout | None) -> Weight:
+    def table(
+        self, path: str, shape: tuple[int, int], *, head: LinearLayout | None, share: MatrixShare | None = None
+    ) -> Weight:
         """The token table. head: the output head where that is the same matrix; it may be skipped by either name."""
         module = ModuleLayout(path=path, rows=shape[0])
         if head is None and not self._is_kept(module):
             # Rows of it are all that is ever read.
-            return DenseWeight(self._stack((module,), shape[1]))
+            return DenseWeight(_cut(self._stack((module,), shape[1]), share))
         quantize = (
             head is not None
             and self._policy.quantize_head
             and all(self._policy.quantizer(part.path) is not None for part in head.modules)
         )
-        return self._weight((module,), shape[1], quantize=quantize)
+        return self._weight((module,), shape[1], quantize=quantize, share=share)
 
-    def _weight(self, modules: Sequence[ModuleLayout], in_features: int, *, quantize: bool) -> Weight:
+    def _weight(
+        self, modules: Sequence[ModuleLayout], in_features: int, *, quantize: bool, share: MatrixShare | None = None
+    ) -> Weight:
         quantizers = [self._policy.quantizer(module.path) if quantize else None for module in modules]
         if not any(quantizers) and not any(self._is_kept(module) for module in modules):
-            return dense_weight(self._stack(modules, in_features), self._kernels)
+            return dense_weight(_cut(self._stack(modules, in_features), share), self._kernels)
         parts = [
             self._part(module, in_features, quantizer) for module, quantizer in zip(modules, quantizers, strict=True)
         ]
+        if share is not None:
+            parts = _cut_parts(parts, share)
         return parts[0] if len(parts) == 1 else StackedWeight(parts)
 
     def _is_kept(self, module: ModuleLayout) -> bool:
@@ -116,3 +125,27 @@ class Matrices:
 
     def _full(self, module: ModuleLayout, in_features: int) -> Tensor:
         return self._stored.full(module, in_features, dtype=self._dtype, device=self._device)
+
+
+def _cut(matrix: Tensor, share: MatrixShare | None) -> Tensor:
+    """A copy of a share of a matrix."""
+    if share is None:
+        return matrix
+    if share.columns is not None:
+        return matrix[:, share.columns.start : share.columns.stop].contiguous()
+    return torch.cat([matrix[part.start : part.stop] for part in share.rows])
+
+
+def _cut_parts(parts: Sequence[Weight], share: MatrixShare) -> list[Weight]:
+    """A share of the matrix that these are stacked to, which lets go of the rest."""
+    if share.columns is not None:
+        return [part.column_part(share.columns.start, share.columns.stop) for part in parts]
+    kept: list[Weight] = []
+    for rows in share.rows:
+        start = 0
+        for part in parts:
+            stop = start + part.shape[0]
+            if (own := rows.within(start, stop)) is not None:
+                kept.append(with_own_memory(part.part(own.start, own.stop)))
+            start = stop
+    return kept

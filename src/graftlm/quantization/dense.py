@@ -36,5 +36,8 @@ class DenseWeight:
     def part(self, start: int, stop: int) -> DenseWeight:
         return DenseWeight(self._matrix[start:stop])
 
+    def column_part(self, start: int, stop: int) -> DenseWeight:
+        return DenseWeight(self._matrix[:, start:stop].contiguous())
+
     def dequantize(self) -> Tensor:
         return self._matrix

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from graftlm.errors import CheckpointError
+from graftlm.quantization.column_part import dense_columns
 from graftlm.quantization.dequantized import dequantized_matmul
 from graftlm.quantization.format import StoredTensors
 from graftlm.quantization.gguf_blocks import BLOCK_TYPES, BlockType
+from graftlm.quantization.weight import Weight
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,13 @@ class GGUFWeight:
 
     def part(self, start: int, stop: int) -> GGUFWeight:
         return GGUFWeight(self._packed[start:stop], self._block_type, dtype=self._dtype)
+
+    def column_part(self, start: int, stop: int) -> Weight:
+        size, num_bytes = self._block_type.weights, self._block_type.num_bytes
+        if start % size or stop % size:
+            return dense_columns(self, start, stop)
+        packed = self._packed[:, start // size * num_bytes : stop // size * num_bytes].contiguous()
+        return GGUFWeight(packed, self._block_type, dtype=self._dtype)
 
     def dequantize(self) -> Tensor:
         return self._unpacked(self._packed)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from graftlm.kernels.kernel_set import Kernels, PackedMatrix
+from graftlm.quantization.column_part import dense_columns
 from graftlm.quantization.dense import DenseWeight
 from graftlm.quantization.dequantized import dequantized_matmul
 from graftlm.quantization.weight import Weight
@@ -49,6 +50,9 @@ class PackedWeight:
     def part(self, start: int, stop: int) -> DenseWeight:
         """A copy: rows of a panel lie between each other."""
         return DenseWeight(self._matrix.rows(torch.arange(start, stop)))
+
+    def column_part(self, start: int, stop: int) -> DenseWeight:
+        return dense_columns(self, start, stop)
 
     def dequantize(self) -> Tensor:
         return self._matrix.rows(torch.arange(self.shape[0]))

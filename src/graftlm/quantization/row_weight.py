@@ -9,7 +9,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from graftlm.quantization.column_part import dense_columns
 from graftlm.quantization.dequantized import decode_in_slabs, dequantized_matmul
+from graftlm.quantization.weight import Weight
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,6 +55,9 @@ class RowWeight(ABC):
 
     def part(self, start: int, stop: int) -> Self:
         return self.pick(slice(start, stop))
+
+    def column_part(self, start: int, stop: int) -> Weight:
+        return dense_columns(self, start, stop)
 
     def dequantize(self) -> Tensor:
         return decode_in_slabs(

@@ -59,6 +59,9 @@ class StackedWeight:
         ]
         return inside[0] if len(inside) == 1 else StackedWeight(inside)
 
+    def column_part(self, start: int, stop: int) -> Weight:
+        return StackedWeight([part.column_part(start, stop) for part in self._parts])
+
     def dequantize(self) -> Tensor:
         return torch.cat([part.dequantize() for part in self._parts])
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graftlm.errors import ConfigurationError
 from graftlm.kernels import ops
 from graftlm.quantization.dequantized import frozen_matmul
 from graftlm.quantization.quantized_inputs import InputQuantizer
 from graftlm.quantization.row_weight import RowWeight
+from graftlm.quantization.weight import Weight
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,6 +51,13 @@ class W8A8Weight(RowWeight):
 
     def pick(self, rows: slice | Tensor) -> W8A8Weight:
         return W8A8Weight(codes=self.codes[rows], scale=self.scale[rows], inputs=self.inputs, dtype=self.dtype)
+
+    def column_part(self, start: int, stop: int) -> Weight:
+        raise ConfigurationError(
+            "weights whose inputs are rounded to eight bits cannot be divided by inputs: a row is rounded as one",
+            got=self.format,
+            do="divide the model by layers (workers), or serve it with quantization='none'",
+        )
 
     def decode(self) -> Tensor:
         return self.codes.float().mul_(self.scale.float())

@@ -37,6 +37,15 @@ class Weight(Protocol):
         """Rows [start, stop) as a weight of their own, sharing this one's memory."""
         ...
 
+    def column_part(self, start: int, stop: int) -> Weight:
+        """Columns [start, stop) as a weight of their own: in this format where its blocks allow, else in full
+        precision. A copy.
+
+        Raises:
+            ConfigurationError: their products do not add up to the whole's.
+        """
+        ...
+
     def dequantize(self) -> Tensor:
         """The whole matrix in the compute dtype, [out, in]."""
         ...

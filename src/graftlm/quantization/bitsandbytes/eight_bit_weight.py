@@ -59,6 +59,9 @@ class EightBitWeight:
     def part(self, start: int, stop: int) -> EightBitWeight:
         return replace(self, codes=self.codes[start:stop], absmax=self.absmax[start:stop])
 
+    def column_part(self, start: int, stop: int) -> EightBitWeight:
+        return replace(self, codes=self.codes[:, start:stop].contiguous())
+
     def dequantize(self) -> Tensor:
         return decode_in_slabs(
             lambda start, stop: _decode(self.codes[start:stop], self.absmax[start:stop]),

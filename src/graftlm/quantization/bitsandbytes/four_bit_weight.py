@@ -11,7 +11,9 @@ from torch import Tensor
 from graftlm.quantization.bitsandbytes.block_scales import BlockScales, NestedScales, PlainScales
 from graftlm.quantization.bitsandbytes.code_tables import FourBitType
 from graftlm.quantization.bitsandbytes.quant_state import NestedState, QuantState
+from graftlm.quantization.column_part import dense_columns
 from graftlm.quantization.dequantized import decode_in_slabs, dequantized_matmul
+from graftlm.quantization.weight import Weight
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,6 +75,19 @@ class FourBitWeight:
             codes=self.codes[origin // 2 : (last + 1) // 2],
             scales=self.scales.part(first_block, -(-last // self.block_size)),
             skip=first - origin,
+        )
+
+    def column_part(self, start: int, stop: int) -> Weight:
+        """Scales that were quantised themselves become float32."""
+        rows, columns = self.shape
+        size = self.block_size
+        if self.skip or start % size or stop % size or columns % size:
+            return dense_columns(self, start, stop)
+        codes = self.codes.view(rows, columns // 2)[:, start // 2 : stop // 2]
+        blocks = torch.arange(rows * columns // size, device=codes.device).view(rows, -1)
+        scales = self.scales.at(blocks[:, start // size : stop // size].flatten())
+        return replace(
+            self, shape=(rows, stop - start), codes=codes.flatten(), scales=PlainScales(absmax=scales.contiguous())
         )
 
     def dequantize(self) -> Tensor:

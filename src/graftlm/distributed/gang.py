@@ -1,0 +1,135 @@
+"""Workers that share one stage out by tensors, as one worker: they live and die together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from graftlm.distributed.messages import AdapterRecipe, RankPlace, StageDescription, StagePlan, StageReply, StageStep
+from graftlm.distributed.worker import Call, Worker, WorkerLost, WorkerPool
+from graftlm.engine.executor import WorkerInfo
+from graftlm.errors import AdapterError
+
+Answer = TypeVar("Answer")
+
+
+class Gang:
+    """`Worker` of several, one for each rank. What one is asked all are asked; the first one's answer counts.
+
+    Without one of them the others cannot compute: whatever goes wrong with one ends all.
+    """
+
+    def __init__(self, workers: Sequence[Worker], rendezvous: str) -> None:
+        self.id = workers[0].id
+        self._workers = tuple(workers)
+        self._rendezvous = rendezvous
+        # Workers in this process compute in the threads that wait for their answers.
+        self._threads = ThreadPoolExecutor(max_workers=len(workers), thread_name_prefix="graft-rank")
+
+    def load(self, plan: StagePlan) -> _GangCall[StageDescription]:
+        size = len(self._workers)
+        plans = [
+            replace(plan, place=RankPlace(rank=rank, size=size, rendezvous=self._rendezvous)) for rank in range(size)
+        ]
+        loading = [self._threads.submit(worker.load, own) for worker, own in zip(self._workers, plans, strict=True)]
+        calls = [future.result() for future in loading]
+        return _GangCall(self, calls, lambda places: replace(places[0], others=tuple(places[1:])))
+
+    def begin(self, epoch: int) -> _GangCall[None]:
+        return _GangCall(self, [worker.begin(epoch) for worker in self._workers], _first)
+
+    def ensure_adapter(self, recipe: AdapterRecipe) -> Call[bool]:
+        asked = _GangCall(self, [worker.ensure_adapter(recipe) for worker in self._workers], any)
+        return _AdapterCall(self, recipe.digest, asked)
+
+    def forget_adapters(self, digests: Sequence[str]) -> _GangCall[None]:
+        return _GangCall(self, [worker.forget_adapters(digests) for worker in self._workers], _first)
+
+    def step(self, step: StageStep) -> _GangCall[StageReply]:
+        return _GangCall(self, [worker.step(step) for worker in self._workers], _first)
+
+    def kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._threads.shutdown(wait=False)
+
+    def wait(self, calls: Sequence[Call[Answer]], timeout_seconds: float) -> list[Answer]:
+        """All answers, in the order of ranks.
+
+        Raises:
+            WorkerLost: of the rank that failed first; the others are ended.
+            GraftError: what the first rank raised.
+        """
+        waiting: list[Future[Answer]] = [self._threads.submit(call.result, timeout_seconds) for call in calls]
+        lost: WorkerLost | None = None
+        for done in as_completed(waiting):
+            error = done.exception()
+            if isinstance(error, WorkerLost) and lost is None:
+                lost = error
+                for worker in self._workers:
+                    worker.kill()
+        if lost is not None:
+            raise lost
+        return [answer.result() for answer in waiting]
+
+
+class GangPool:
+    """`WorkerPool` that gives so many of another pool's workers at a time.
+
+    Args:
+        size: ranks of each gang.
+    """
+
+    def __init__(self, pool: WorkerPool, size: int) -> None:
+        self._pool = pool
+        self._size = size
+
+    def rendezvous(self, size: int) -> str:
+        return self._pool.rendezvous(size)
+
+    def take(self) -> Gang:
+        rendezvous = self._pool.rendezvous(self._size)
+        return Gang([self._pool.take() for _ in range(self._size)], rendezvous)
+
+    @property
+    def spares(self) -> tuple[WorkerInfo, ...]:
+        return self._pool.spares
+
+    def keep_spares(self, nodes: Iterable[str]) -> None:
+        """Enough for a gang on each."""
+        self._pool.keep_spares([node for node in nodes for _ in range(self._size)])
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class _GangCall(Generic[Answer]):
+    def __init__(self, gang: Gang, calls: Sequence[Call[Answer]], combine: Callable[[list[Answer]], Answer]) -> None:
+        self._gang = gang
+        self._calls = calls
+        self._combine = combine
+
+    def result(self, timeout_seconds: float) -> Answer:
+        return self._combine(self._gang.wait(self._calls, timeout_seconds))
+
+
+class _AdapterCall:
+    """Where one rank refuses an adapter none keeps it."""
+
+    def __init__(self, gang: Gang, digest: str, asked: _GangCall[bool]) -> None:
+        self._gang = gang
+        self._digest = digest
+        self._asked = asked
+
+    def result(self, timeout_seconds: float) -> bool:
+        try:
+            return self._asked.result(timeout_seconds)
+        except AdapterError:
+            self._gang.forget_adapters([self._digest]).result(timeout_seconds)
+            raise
+
+
+def _first(answers: list[Answer]) -> Answer:
+    return answers[0]

@@ -37,8 +37,9 @@ types: $(VENV)/.dev
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# Some seven minutes, on a machine that does nothing else; writes benchmarks/RESULTS.md.
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/mixed_adapters.py
+	$(BIN)/python benchmarks/vs_peers.py
 
 clean:
 	rm -rf $(VENV) build dist site

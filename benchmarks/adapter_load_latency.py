@@ -26,8 +26,8 @@ from pathlib import Path
 
 import peft
 import torch
-from mixed_adapters import PROJECTIONS, load_reference
 from safetensors.torch import load_file, save_file
+from subject import PROJECTIONS, load_reference
 
 from graftlm import AsyncLLM, SamplingParams
 from graftlm.demo import demo_model

@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx
 import torch
-from mixed_adapters import write_adapters
+from subject import write_adapters
 
 from graftlm import AsyncLLM
 from graftlm.demo import demo_model

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from mixed_adapters import write_adapters
+from subject import write_adapters
 
 from graftlm import AsyncLLM, SamplingParams
 from graftlm.demo import demo_model

@@ -26,7 +26,7 @@ from typing import Any
 
 import peft
 import torch
-from mixed_adapters import NUM_REQUESTS, OUTPUT_LEN, PROJECTIONS, PROMPT_LEN, load_reference, prompts, write_adapters
+from subject import NUM_REQUESTS, OUTPUT_LEN, PROJECTIONS, PROMPT_LEN, load_reference, prompts, write_adapters
 
 from graftlm import LLM, SamplingParams
 from graftlm.demo import demo_model

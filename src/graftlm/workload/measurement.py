@@ -13,8 +13,8 @@ from graftlm.workload.model_cost import ModelCost
 from graftlm.workload.run import WorkloadRun, run_workload
 from graftlm.workload.workload import Workload
 
-# Of the run that is not counted: it finds memory and threads.
-WARM_UP_TOKENS = 4
+# Of the run that is not counted: it finds threads and compiles what is compiled.
+WARM_UP_REQUESTS, WARM_UP_TOKENS = 2, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,14 @@ def measure_workloads(engine: Engine, workloads: Sequence[Workload], *, repeats:
     decoder = engine.whole_base.decoder
     cost = ModelCost.of(decoder)
     for workload in workloads:
-        run_workload(engine, replace(workload, output_tokens=min(workload.output_tokens, WARM_UP_TOKENS)))
+        run_workload(
+            engine,
+            replace(
+                workload,
+                num_requests=min(workload.num_requests, WARM_UP_REQUESTS),
+                output_tokens=min(workload.output_tokens, WARM_UP_TOKENS),
+            ),
+        )
     limits = measure_limits(decoder.device, decoder.dtype)
     runs: list[list[WorkloadRun]] = [[] for _ in workloads]
     for _ in range(repeats):

@@ -63,12 +63,40 @@ void gather(bf16 *to, const bf16 *panel, int64_t lane, int64_t columns) {
     for (int64_t k = 0; k < columns; k++) to[k] = panel[(k / 2 * kPanel + lane) * 2 + k % 2];
 }
 
+// All rows of a panel: one pass over it.
+void gather_panel(float *to, const float *panel, int64_t columns) {
+    for (int64_t k = 0; k < columns; k++)
+        for (int64_t n = 0; n < kPanel; n++) to[n * columns + k] = panel[k * kPanel + n];
+}
+
+void gather_panel(bf16 *to, const bf16 *panel, int64_t columns) {
+    for (int64_t k = 0; k + 1 < columns; k += 2)
+        for (int64_t n = 0; n < kPanel; n++)
+            std::memcpy(to + n * columns + k, panel + (k / 2 * kPanel + n) * 2, 2 * sizeof(bf16));
+    if (columns % 2)
+        for (int64_t n = 0; n < kPanel; n++)
+            to[n * columns + columns - 1] = panel[(columns / 2 * kPanel + n) * 2];
+}
+
+bool is_panel(const int64_t *ids) {
+    for (int64_t n = 0; n < kPanel; n++)
+        if (ids[n] != ids[0] + n) return false;
+    return ids[0] % kPanel == 0;
+}
+
 template <typename T>
 void unpack_rows(T *out, const T *packed, const int64_t *ids, int64_t count, int64_t columns, int threads) {
     int64_t size = packed_columns<T>(columns) * kPanel;
-    parallel(count, threads_for(count * columns, threads), [=](int64_t start, int64_t stop) {
-        for (int64_t row = start; row < stop; row++)
-            gather(out + row * columns, packed + ids[row] / kPanel * size, ids[row] % kPanel, columns);
+    parallel((count + kPanel - 1) / kPanel, threads_for(count * columns, threads), [=](int64_t first, int64_t last) {
+        for (int64_t start = first * kPanel; start < std::min(count, last * kPanel); start += kPanel) {
+            int64_t rows = std::min<int64_t>(kPanel, count - start);
+            if (rows == kPanel && is_panel(ids + start)) {
+                gather_panel(out + start * columns, packed + ids[start] / kPanel * size, columns);
+                continue;
+            }
+            for (int64_t row = start; row < start + rows; row++)
+                gather(out + row * columns, packed + ids[row] / kPanel * size, ids[row] % kPanel, columns);
+        }
     });
 }
 

@@ -33,6 +33,9 @@ class EngineConfig:
         quantization_cache: keep what was quantised while loading in $GRAFT_CACHE or ~/.cache/graft; the next start from
             the same files reads it there.
         requantize: let `quantization` replace what a checkpoint is already quantised to; both errors add up.
+        int8_threshold: multiply int8 weights as LLM.int8() does: inputs in 8 bits too, but for columns in which some
+            row of the step has a magnitude of at least this (6.0 in bitsandbytes), so that rows depend on each other;
+            default: inputs stay as they are.
         deterministic: a request's logits have the same bits whatever runs beside it, however its prompt is cut up and
             whatever is cached of it. Slower.
         device: "auto" is CUDA when there is one, else the CPU.
@@ -70,6 +73,7 @@ class EngineConfig:
     quantize_skip: Sequence[str] = ()
     quantization_cache: bool = True
     requantize: bool = False
+    int8_threshold: float | None = None
     deterministic: bool = False
     device: str = "auto"
     max_model_len: int | None = None
@@ -128,6 +132,15 @@ class EngineConfig:
                 raise ConfigurationError(
                     f"{name} says how to quantise, and nothing is to be quantised", do="set quantization as well"
                 )
+        if self.int8_threshold is not None and not 0 < self.int8_threshold < math.inf:
+            raise ConfigurationError(
+                "int8_threshold is no magnitude", got=self.int8_threshold, allowed="positive numbers, such as 6.0"
+            )
+        if self.int8_threshold is not None and self.deterministic:
+            raise ConfigurationError(
+                "with int8_threshold a row depends on its neighbours, and deterministic promises that none does",
+                do="leave one of them out",
+            )
         if self.scheduling not in ("fcfs", "fair"):
             raise ConfigurationError("scheduling is not a policy", got=repr(self.scheduling), allowed="fcfs, fair")
         for name, share in self.fair_shares.items():

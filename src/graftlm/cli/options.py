@@ -17,7 +17,7 @@ from graftlm.cli.byte_size import format_byte_size, parse_byte_size
 from graftlm.errors import ConfigurationError
 
 Command = Callable[..., None]
-_FIELD = re.compile(r" {4}([a-z_]+(?:, [a-z_]+)*): (.+)")
+_FIELD = re.compile(r" {4}([a-z0-9_]+(?:, [a-z0-9_]+)*): (.+)")
 _CONTINUATION = re.compile(r" {8}(\S.*)")
 
 

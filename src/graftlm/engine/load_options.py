@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from graftlm.checkpoint import Checkpoint
 from graftlm.config import EngineConfig
 from graftlm.errors import CheckpointError, ConfigurationError
 from graftlm.models.stored_weights import stored_quantization
+from graftlm.quantization.methods import quantization_of
 from graftlm.quantization.policy import LoadPolicy, choose_policy
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,13 +54,22 @@ def choose_dtype(name: str, checkpoint: Checkpoint) -> torch.dtype:
 def load_policy(config: EngineConfig, checkpoint: Checkpoint) -> LoadPolicy:
     """
     Raises:
-        ConfigurationError: the checkpoint is already quantised, and not so.
+        ConfigurationError: the checkpoint is already quantised, and not so; or `int8_threshold` without int8.
         CheckpointError: it is quantised in a way that is not read.
     """
-    return choose_policy(
+    stored = stored_quantization(checkpoint)
+    policy = choose_policy(
         config.quantization,
-        stored=stored_quantization(checkpoint),
+        stored=stored,
         quantize_head=config.quantize_head,
         skipped=config.quantize_skip,
         requantize=config.requantize,
     )
+    kept = quantization_of(stored) if policy.keep_stored and stored is not None else policy.quantization
+    if config.int8_threshold is not None and kept != "int8":
+        raise ConfigurationError(
+            "int8_threshold is about int8 weights, and the linear layers are held otherwise",
+            got=kept or "full precision, or another format",
+            do="set quantization to int8, or leave int8_threshold out",
+        )
+    return replace(policy, int8_threshold=config.int8_threshold)

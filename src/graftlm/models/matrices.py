@@ -14,6 +14,7 @@ from graftlm.models.quantized_modules import QuantizedModules
 from graftlm.models.stored_weights import StoredWeights
 from graftlm.models.tensor_share import MatrixShare
 from graftlm.quantization import DenseWeight, StackedWeight, Weight
+from graftlm.quantization.bitsandbytes.mixed_int8_weight import with_outliers
 from graftlm.quantization.format import Quantizer
 from graftlm.quantization.own_memory import with_own_memory
 from graftlm.quantization.packed import dense_weight
@@ -93,20 +94,21 @@ class Matrices:
 
     def _part(self, module: ModuleLayout, in_features: int, quantizer: Quantizer | None) -> Weight:
         if self._is_kept(module):
-            return self._stored.quantized(module, in_features, dtype=self._dtype, device=self._device)
+            stored = self._stored.quantized(module, in_features, dtype=self._dtype, device=self._device)
+            return with_outliers(stored, self._policy.int8_threshold)
         if quantizer is None:
             return dense_weight(self._stack((module,), in_features), self._kernels)
         cached = self._cached(module, in_features)
         if cached is not None:
             self.quantized.add(cached, is_cached=True)
-            return cached
+            return with_outliers(cached, self._policy.int8_threshold)
         # Rounded to the compute dtype first, as transformers does.
         matrix = self._full(module, in_features).to(device=self._device, dtype=self._dtype)
         weight = quantizer.quantize(matrix, dtype=self._dtype)
         self.quantized.add(weight, is_cached=False)
         if self._cache is not None:
             self._cache.add(module.path, weight)
-        return weight
+        return with_outliers(weight, self._policy.int8_threshold)
 
     def _cached(self, module: ModuleLayout, in_features: int) -> Weight | None:
         if self._cache is None:

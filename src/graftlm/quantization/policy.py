@@ -21,12 +21,14 @@ class LoadPolicy:
     keep_stored: whether a matrix that is stored quantised stays so; else it is dequantised first.
     quantize_head: whether the output head is quantised too, and the token table where they are one matrix.
     skipped: modules that are not quantised: whole parts of their paths, as in `EngineConfig.quantize_skip`.
+    int8_threshold: as in `EngineConfig`.
     """
 
     quantization: str | None = None
     keep_stored: bool = True
     quantize_head: bool = False
     skipped: tuple[str, ...] = ()
+    int8_threshold: float | None = None
 
     def quantizer(self, path: str) -> Quantizer | None:
         """What the linear module `path` is quantised with; None where it is not."""

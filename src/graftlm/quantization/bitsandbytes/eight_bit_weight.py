@@ -70,6 +70,10 @@ class EightBitWeight:
             device=self.codes.device,
         )
 
+    def columns(self, ids: Tensor) -> Tensor:
+        """Columns of the matrix, float32 [out, T]. ids: int64 [T]."""
+        return _decode(self.codes[:, ids], self.absmax)
+
     def stored_tensors(self) -> dict[str, Tensor]:
         """As `StorableWeight`."""
         # 0 says that the codes lie by rows; other numbers were layouts of GPU kernels that are no more.

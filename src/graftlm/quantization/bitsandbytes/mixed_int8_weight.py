@@ -22,7 +22,7 @@ def with_outliers(weight: Weight, threshold: float | None) -> Weight:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MixedInt8Weight:
-    """A `Weight` whose rows depend on each other: the outlier of one takes its column out of the integer product of all.
+    """A `Weight` whose rows depend on each other: an outlier of one takes its column out of the integer product of all.
 
     Semantics: columns of x with a value of at least `threshold` (in float16) are multiplied in x's dtype by the
     dequantised weight; the rest of each row is quantised to int8 by its largest magnitude, multiplied exactly, and

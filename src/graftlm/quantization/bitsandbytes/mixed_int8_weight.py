@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graftlm.errors import ConfigurationError
 from graftlm.kernels import ops
 from graftlm.quantization.bitsandbytes.eight_bit_weight import EightBitWeight
 from graftlm.quantization.dequantized import dequantized_matmul
@@ -74,6 +75,12 @@ class MixedInt8Weight:
 
     def part(self, start: int, stop: int) -> MixedInt8Weight:
         return MixedInt8Weight(stored=self.stored.part(start, stop), threshold=self.threshold)
+
+    def column_part(self, start: int, stop: int) -> MixedInt8Weight:
+        raise ConfigurationError(
+            "with int8_threshold inputs are quantised by their whole row, which tensor parallel ranks do not see",
+            do="leave int8_threshold or tensor_parallel out",
+        )
 
     def dequantize(self) -> Tensor:
         return self.stored.dequantize()

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graftlm import LLM
+from graftlm import LLM, SamplingParams
 from graftlm.engine.histogram import Histogram
-from graftlm.engine.metrics import EngineNumbers, ModelMetrics
+from graftlm.engine.job import Job
+from graftlm.engine.metrics import EngineMetrics, EngineNumbers, ModelMetrics
 from graftlm.engine.model_labels import OTHER, ModelLabels
+from graftlm.engine.request import Request
+from graftlm.text import load_tokenizer
 from tests.engine.rig import BLOCK_BYTES, greedy, prompt
 
 
@@ -31,6 +35,46 @@ def test_the_most_used_models_have_labels_of_their_own() -> None:
     assert labels.use("c") == ("c", "b")
     assert labels.label("b") == OTHER
     assert labels.label("a") == "a"
+
+
+def test_what_is_only_loaded_gives_its_place_to_what_is_asked_for() -> None:
+    labels = ModelLabels(2)
+    assert [labels.know(name) for name in ("loaded", "again", "again", "late")] == ["loaded", "again", "again", OTHER]
+    assert labels.use("again") == ("again", None)
+    assert labels.use("asked") == ("asked", "loaded")
+    assert labels.know("loaded") == OTHER
+    assert labels.use("third") == (OTHER, None)
+
+
+def test_adapters_that_nobody_asks_for_take_no_label_from_a_model_that_is_asked_for(llama: Path) -> None:
+    metrics = EngineMetrics(base_name="base", max_models=2)
+    for name in ("idle-0", "idle-1", "idle-2"):
+        for _ in range(3):
+            metrics.loaded(name, 0.5)
+    request = Request(
+        request_id="0-0",
+        index=0,
+        prompt_token_ids=(1,),
+        params=SamplingParams(),
+        max_tokens=1,
+        stop_token_ids=frozenset(),
+        seed=0,
+    )
+    job = Job(
+        job_id="0",
+        prompt=None,
+        prompt_token_ids=(1,),
+        requests=(request,),
+        texts=(),
+        adapter=None,
+        tokenizer=load_tokenizer(llama),
+    )
+    metrics.scheduled(job)
+    metrics.ended(job)
+    models = metrics.read().models
+    assert models["base"].num_answers == Counter(abort=1)
+    # No load is lost, whoever it is counted for.
+    assert sum(sum(model.load_time.counts) for model in models.values()) == 9
 
 
 @given(st.lists(st.integers(0, 400).map(str), max_size=600))

@@ -137,9 +137,9 @@ class EngineMetrics:
             model.latency.observe(self._clock() - job.timings.arrived)
 
     def loaded(self, name: str, seconds: float) -> None:
-        """The weights of an adapter, or of a weighted sum, were read."""
+        """The weights of an adapter, or of a weighted sum, were read. Whose numbers are kept apart, requests decide."""
         with self._lock:
-            self._use(name).load_time.observe(seconds)
+            self._models.setdefault(self._labels.know(name), ModelMetrics()).load_time.observe(seconds)
 
     def stepped(self, seconds: float) -> None:
         """A step was computed."""

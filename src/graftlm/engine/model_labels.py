@@ -12,7 +12,8 @@ _REMEMBERED = 16
 class ModelLabels:
     """The most used models by name; all others are one, `OTHER`.
 
-    A newcomer takes the place of the least used when it has been used more often than that one.
+    A newcomer takes the place of the least used when it has been used more often than that one. What is only known of
+    has a place as long as there are enough.
 
     Args:
         limit: how many are kept apart.
@@ -42,6 +43,15 @@ class ModelLabels:
         self._labels.remove(least)
         self._labels.add(name)
         return name, least
+
+    def know(self, name: str) -> str:
+        """Note that there is a model, which is no use of it.
+
+        Returns: its label.
+        """
+        if len(self._labels) < self._limit:
+            self._labels.add(name)
+        return self.label(name)
 
     def label(self, name: str) -> str:
         """The label of a model that is in use."""

@@ -83,6 +83,10 @@ class GraftProcess:
         self._stdin.write(f"{line}\n".encode())
         self._stdin.flush()
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
     def interrupt(self) -> None:
         self._process.send_signal(signal.SIGINT)
 

@@ -1,8 +1,9 @@
-"""A server that is killed in the middle of something: the next one serves at once and reads nothing half written."""
+"""What is killed in the middle of something: the next one goes on at once and reads nothing half written."""
 
 from __future__ import annotations
 
 import itertools
+import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -10,11 +11,16 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from graftlm import LLM, SamplingParams
+from graftlm.cli import app
 from tests.cli.graft_process import GraftProcess, graft_process
 from tests.cli.test_serve import LONG
 from tests.tiny import make_adapter, make_llama
+from tests.training.peft_loop import completion_rows, write_rows
 
 ATTEMPTS = 20
 ASKED: dict[str, Any] = {"prompt": "x", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 0}
@@ -124,3 +130,38 @@ def test_after_a_kill_while_the_quantised_cache_is_written_nothing_of_it_is_read
     assert len(list(cache.glob("*.safetensors"))) == 1
     # Whose writer may still live it is not for others to remove; what is a day old is.
     assert {path: path.read_bytes() for path in partial_files(cache)} == left
+
+
+def kill_while_it_saves(arguments: list[str], outputs: Path) -> Path:
+    """Train until a run was killed with a checkpoint half written that was not its first; its output folder."""
+    for attempt in range(ATTEMPTS):
+        checkpoint = (folder := outputs / str(attempt)) / "checkpoint.pt"
+        partial = folder / ".checkpoint.pt.partial"
+        with graft_process(*arguments, "--output", str(folder)) as graft:
+            while graft.is_running and not (checkpoint.exists() and partial.exists()):
+                pass
+            graft.kill()
+        if partial.exists():
+            return folder
+    pytest.fail("no checkpoint was seen half written")
+
+
+def test_after_a_kill_while_a_checkpoint_is_written_training_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    base = make_llama(tmp_path / "base")
+    data = write_rows(tmp_path / "rows.jsonl", completion_rows())
+    arguments = [
+        "train", str(base), "--data", str(data), "--name", "tuned", "--rank", "512", "--lr", "1e-3", "--steps", "6",
+        "--batch-size", "1", "--save-every", "1",
+    ]  # fmt: skip
+    killed, straight = kill_while_it_saves(arguments, tmp_path / "killed"), tmp_path / "straight"
+    num_steps = torch.load(killed / "checkpoint.pt", weights_only=True)["step"]
+    assert 1 <= num_steps < 6
+    for folder, more in ((killed, ["--resume"]), (straight, [])):
+        result = CliRunner().invoke(app, [*arguments, "--output", str(folder), *more])
+        assert result.exit_code == 0, result.output
+    [resumed, expected] = [load_file(folder / "adapter_model.safetensors") for folder in (killed, straight)]
+    torch.testing.assert_close(resumed, expected)
+    steps = [json.loads(line)["step"] for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    # The write that was cut off is not in the way of the ones after it, and nothing of it is left.
+    assert {path.name for path in killed.iterdir()} == {path.name for path in straight.iterdir()}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -331,5 +332,9 @@ def test_rows_that_are_sampled_together_draw_what_each_draws_alone() -> None:
     logits[17] = torch.nan
     alone = [sample(logits[row : row + 1].clone(), [request])[0] for row, request in enumerate(requests)]
     assert sample(logits.clone(), requests) == alone
+    # Beside a row that has more tokens, which the others lack.
+    longer = pad(logits, (0, 20_000), value=-torch.inf)
+    longer[-1] = torch.randn(22_000, generator=generator)
+    assert sample(longer, requests)[:-1] == alone[:-1]
     assert alone[17] is None
     assert len({token.token_id for token in alone if token is not None}) > 30

@@ -51,6 +51,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken | N
     """
     # A hidden state with a NaN or infinity makes the whole row NaN: one column tells.
     broken = logits[:, 0].isnan().tolist()
+    vocab_sizes = [len(own) for own in own_vocabularies(logits)]
     rated = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     reported = {}
     if rated:
@@ -62,7 +63,8 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken | N
     chosen = logits.argmax(dim=-1).tolist()
     drawn = [row for row, request in enumerate(requests) if not (request.params.greedy or broken[row])]
     if drawn:
-        for row, token_id in zip(drawn, _draw(logits[drawn], [requests[row] for row in drawn]), strict=True):
+        tokens = _draw(logits[drawn], [vocab_sizes[row] for row in drawn], [requests[row] for row in drawn])
+        for row, token_id in zip(drawn, tokens, strict=True):
             chosen[row] = token_id
     return [
         None
@@ -133,9 +135,11 @@ def _constrain(logits: Tensor, grammar: Grammar) -> bool:
     return not bool(forbidden.all())
 
 
-def _draw(logits: Tensor, requests: Sequence[Request]) -> list[int]:
-    """A random token of each row, [N, V]: its cumulative distribution inverted at the request's own random number."""
-    vocab_size = logits.shape[-1]
+def _draw(logits: Tensor, vocab_sizes: Sequence[int], requests: Sequence[Request]) -> list[int]:
+    """A random token of each row, [N, V]: its cumulative distribution inverted at the request's own random number.
+
+    vocab_sizes: how many tokens each row has, apart from those that only others have.
+    """
     # What float32 cannot tell from 0 or infinity would make NaN of the best token or of those that are ruled out.
     floats = torch.finfo(logits.dtype)
     temperatures = torch.tensor(
@@ -143,11 +147,22 @@ def _draw(logits: Tensor, requests: Sequence[Request]) -> list[int]:
     )
     probabilities = ((logits - logits.amax(dim=-1, keepdim=True)) / temperatures[:, None]).softmax(dim=-1)
     uniforms = probabilities.new_tensor([_uniform(request) for request in requests], dtype=torch.float64)
-    # How many best tokens are looked for may decide their order where they are alike: rows that are computed together
-    # are those that look for as many, whoever else is there.
-    groups: dict[int, list[int]] = defaultdict(list)
-    for row, request in enumerate(requests):
-        groups[_num_candidates(request.params, vocab_size)].append(row)
+    # How many best tokens are looked for, and among how many, may decide their order where they are alike: rows that
+    # are computed together are those that do both alike, whoever else is there.
+    groups: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for row, (vocab_size, request) in enumerate(zip(vocab_sizes, requests, strict=True)):
+        groups[vocab_size][_num_candidates(request.params, vocab_size)].append(row)
+    tokens: dict[int, int] = {}
+    for vocab_size, by_count in groups.items():
+        tokens |= _draw_alike(probabilities[:, :vocab_size], uniforms, by_count, requests)
+    return [tokens[row] for row in range(len(requests))]
+
+
+def _draw_alike(
+    probabilities: Tensor, uniforms: Tensor, groups: dict[int, list[int]], requests: Sequence[Request]
+) -> dict[int, int]:
+    """The tokens of the rows that have one vocabulary. groups: rows by the number of their candidates."""
+    vocab_size = probabilities.shape[-1]
     tokens: dict[int, int] = {}
     unsorted = groups.pop(0, [])
     if unsorted:
@@ -160,13 +175,18 @@ def _draw(logits: Tensor, requests: Sequence[Request]) -> list[int]:
         best, ids = probabilities[rows].topk(count)
         places = _invert(_kept(best, params), uniforms[rows])
         chosen = ids.gather(1, places[:, None])[:, 0].tolist()
-        covers = (best.sum(dim=-1) > best.new_tensor([each.top_p for each in params])).tolist()
+        covers = (_totals(best)[:, 0] > best.new_tensor([each.top_p for each in params])).tolist()
         for row, each, token_id, covered in zip(rows, params, chosen, covers, strict=True):
             if covered or count == vocab_size or each.top_k == count:
                 tokens[row] = token_id
             else:
                 groups[vocab_size].append(row)
-    return [tokens[row] for row in range(len(requests))]
+    return tokens
+
+
+def _totals(rows: Tensor) -> Tensor:
+    """Their sums, [N, 1], added up in one order: `sum` may split a row that is alone among threads."""
+    return rows.cumsum(dim=-1)[:, -1:]
 
 
 def _num_candidates(params: SamplingParams, vocab_size: int) -> int:
@@ -185,8 +205,7 @@ def _kept(best: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     is_top_k = torch.tensor([each.top_k == count for each in params], device=best.device)
     top_p = best.new_tensor([each.top_p for each in params])[:, None]
     min_p = best.new_tensor([each.min_p for each in params])[:, None]
-    total = best.sum(dim=-1, keepdim=True)
-    kept = torch.where(is_top_k[:, None], best / total, best)
+    kept = torch.where(is_top_k[:, None], best / _totals(best), best)
     before = kept.cumsum(dim=-1) - kept
     kept = kept.masked_fill((top_p < 1.0) & (before >= top_p), 0.0)
     return kept.masked_fill(kept < min_p * kept[:, :1], 0.0)

@@ -25,17 +25,20 @@ class LoraKernels:
         self._updates: WeakKeyDictionary[LoraUpdate, np.ndarray | None] = WeakKeyDictionary()
 
     def lora(self, out: Tensor, x: Tensor, segments: Iterable[LoraSegment]) -> None:
-        segments = tuple(segments)
-        updates = [update for segment in segments if (update := self._update(segment.update)) is not None]
-        if len(updates) < len(segments) or not (takes(out) and takes(x) and x.stride(1) == out.stride(1) == 1):
+        if not (takes(out) and takes(x) and x.stride(1) == out.stride(1) == 1):
             return self._rest.lora(out, x, segments)
-        table = np.array(
-            [
-                (segment.start, segment.stop, update.ctypes.data)
-                for segment, update in zip(segments, updates, strict=True)
-            ],
-            dtype=np.int64,
-        )
+        taken, others = [], []
+        # Each by itself: which way a segment is computed must not depend on its neighbours.
+        for segment in segments:
+            update = self._update(segment.update)
+            if update is None:
+                others.append(segment)
+            else:
+                taken.append((segment.start, segment.stop, update.ctypes.data))
+        self._rest.lora(out, x, others)
+        if not taken:
+            return None
+        table = np.array(taken, dtype=np.int64)
         self._library.lora(
             out.data_ptr(),
             x.data_ptr(),
@@ -60,7 +63,8 @@ class LoraKernels:
 
 def _described(update: LoraUpdate) -> np.ndarray | None:
     matrices = [update.shrink, *(expand.matrix for expand in update.expands)]
-    if not takes(*matrices) or any(matrix.stride(1) != 1 for matrix in matrices):
+    # Of a single column any stride is right.
+    if not takes(*matrices) or any(matrix.shape[1] != 1 != matrix.stride(1) for matrix in matrices):
         return None
     shrink = update.shrink
     fields = [shrink.data_ptr(), shrink.stride(0), shrink.shape[1], DTYPE_CODES[shrink.dtype], len(update.expands)]

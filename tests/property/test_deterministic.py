@@ -60,8 +60,8 @@ METHOD_REQUESTS: Requests = (
     # Up to its invocation, in the second block, an activated LoRA shares the base's.
     (40, "activated"),
     (40, None),
-    (34, "lora:0.7+dora:-0.4"),
-    (34, "dora"),
+    (34, "small:0.7+large:-0.4"),
+    (34, "large"),
 )
 
 
@@ -105,9 +105,11 @@ SETUPS = {
     "gpt_oss": Setup(family="gpt_oss", dtype="float32"),
     "no-kernels": Setup(family="llama", dtype="bfloat16", settings=ODD, requests=FEW_REQUESTS, level="none"),
     "portable": Setup(family="gemma2", dtype="bfloat16", requests=FEW_REQUESTS, level="portable"),
-    "portable-w8a8": stored("w8a8", level="portable"),
     "methods-float32": Setup(family="llama", dtype="float32", requests=METHOD_REQUESTS),
     "methods-bfloat16": Setup(family="llama", dtype="bfloat16", requests=METHOD_REQUESTS),
+}
+STORED = {
+    "portable-w8a8": stored("w8a8", level="portable"),
     **{
         name: stored(name) for name in ("w8a8", "gptq", "awq", "fp8", "compressed_tensors", "q4_0", "q8_0", "int8_head")
     },
@@ -125,8 +127,8 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """Everything that may not matter. engine: options. order: shuffles the requests. prompt_rows: whether logits of prompts
-    are wanted too."""
+    """Everything that may not matter. engine: options. order: shuffles the requests. prompt_rows: whether logits of
+    prompts are wanted too."""
 
     engine: Mapping[str, Any]
     order: random.Random
@@ -284,6 +286,8 @@ def make_adapters(setup: Setup, case: FamilyCase, base: Path, folder: Path) -> d
     if setup.requests is METHOD_REQUESTS:
         invocation = beginning(20)[18:]
         adapters["activated"] = make_adapter(base, folder / "activated", alora_invocation_tokens=invocation)
+        adapters["small"] = make_adapter(base, folder / "small", r=2, seed=4)
+        adapters["large"] = make_adapter(base, folder / "large", r=9, seed=5, target_modules=ALL_PROJECTIONS)
         for name, (method, config) in METHODS.items():
             adapters[name] = method_rig.make_adapter(base, folder / name, method(task_type="CAUSAL_LM", **config))
     return adapters
@@ -307,9 +311,9 @@ def serve(setup: Setup, folder: Path) -> Served:
     return Served(config=config, requests=requests, alone=alone)
 
 
-@pytest.fixture(scope="module", params=SETUPS)
+@pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    setup = SETUPS[request.param]
+    setup = {**SETUPS, **STORED}[request.param]
     with kernels_of(setup.level):
         yield serve(setup, tmp_path_factory.mktemp("deterministic"))
 
@@ -321,6 +325,12 @@ def assert_alone(served: Served, together: Mapping[int, Rows]) -> None:
             assert is_same(row, served.alone[index][position]), (served.requests[index], position)
 
 
+def over(*names: str) -> pytest.MarkDecorator:
+    """Run a test on what is served with these setups."""
+    return pytest.mark.parametrize("served", names, indirect=True, scope="module")
+
+
+@over(*SETUPS)
 @settings(deadline=None, derandomize=True, database=None, max_examples=2)
 @given(surroundings=SURROUNDINGS)
 def test_r040_r091_logits_are_the_same_bits_alone_and_anywhere(served: Served, surroundings: Surroundings) -> None:
@@ -332,13 +342,21 @@ def test_r040_r091_logits_are_the_same_bits_alone_and_anywhere(served: Served, s
             assert_alone(served, compute(llm, executor, served.requests, order, prompt_rows=prompt_rows))
 
 
-@pytest.mark.parametrize("served", ["llama-float32", "llama-bfloat16", "no-kernels", "w8a8"], indirect=True)
+@over(*STORED)
+def test_every_weight_format_gives_the_same_bits(served: Served) -> None:
+    config = replace(served.config, max_num_batched_tokens=40, prefill_chunk_tokens=13)
+    with recording(config) as (llm, executor):
+        for order in ([2, 0, 3, 1], [0, 1, 2, 3]):
+            assert_alone(served, compute(llm, executor, served.requests, order, prompt_rows=False))
+
+
+@over("llama-float32", "llama-bfloat16", "no-kernels", "w8a8")
 def test_two_threads_give_the_same_bits(served: Served) -> None:
     with threads(2), recording(served.config) as (llm, executor):
         assert_alone(served, compute(llm, executor, served.requests, [3, 0], prompt_rows=True))
 
 
-@pytest.mark.parametrize("served", ["methods-float32", "q4_0"], indirect=True)
+@over("methods-float32", "q4_0")
 def test_workers_give_the_same_bits(served: Served) -> None:
     config = replace(served.config, workers=2)
     with recording(config, serve_on_two_workers) as (llm, executor):

@@ -195,8 +195,8 @@ def is_same(left: Tensor, right: Tensor) -> bool:
 Load = Callable[..., ServedModel]
 
 
-def serve_on_two_workers(*arguments: Any) -> ServedModel:
-    return serve_on_workers(*arguments, InProcessPool())
+def serve_on_two_workers(config: EngineConfig, checkpoint: Any, residency: Any) -> ServedModel:
+    return serve_on_workers(config, checkpoint, residency, InProcessPool())
 
 
 @contextmanager

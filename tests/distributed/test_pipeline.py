@@ -208,6 +208,32 @@ def test_an_adapter_can_come_while_the_engine_runs_and_be_summed(base: Path, ada
     assert_same_logits(pipeline.llm, local, names)
 
 
+def test_what_each_stage_has_done_is_counted_and_so_are_losses(base: Path, adapters: dict[str, Path]) -> None:
+    chosen = {name: adapters[name] for name in ("plain", "late")}
+    pipeline = open_pipeline(base, chosen, [Fault(kind="die", stage=2, at=3)])
+    answers(pipeline.llm, list(chosen))
+    first, second = (worker.work for worker in pipeline.llm.workers)
+    assert first is not None
+    assert second is not None
+    assert first.num_steps > second.num_steps > 8
+    assert min(first.compute_seconds, second.compute_seconds, first.hop_seconds, first.hop_bytes) > 0
+    assert 0 < first.adapter_bytes < second.adapter_bytes
+    assert pipeline.llm.num_lost_workers == 1
+
+
+@pytest.mark.parametrize("victims", [(1, 5), (2, 9)])
+def test_r106_r107_a_worker_that_has_no_adapter_yet_gets_it_before_it_computes(
+    base: Path, adapters: dict[str, Path], local: LLM, victims: tuple[int, int]
+) -> None:
+    """Workers that are new know no adapter; twenty requests for one all get its answer, and not the base's."""
+    pipeline = open_pipeline(base, {"plain": adapters["plain"]}, [Fault(kind="die", stage=0, at=at) for at in victims])
+    prompts = [{"prompt_token_ids": list(prompt_of(9, seed))} for seed in range(20)]
+    ours = tokens(pipeline.llm.generate(prompts, GREEDY, adapter="plain"))
+    assert ours == tokens(local.generate(prompts, GREEDY, adapter="plain"))
+    assert ours != tokens(local.generate(prompts, GREEDY))
+    assert [worker.adapters for worker in pipeline.llm.workers] == [("plain",), ("plain",)]
+
+
 def test_two_names_of_the_same_files_are_one_adapter_to_the_workers(base: Path, adapters: dict[str, Path]) -> None:
     pipeline = open_pipeline(base, {"one": adapters["plain"], "two": adapters["plain"]})
     first = tokens(answers(pipeline.llm, ["one", "two"]))

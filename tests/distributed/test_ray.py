@@ -12,8 +12,11 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
 
 from graftlm import LLM, AsyncLLM, SamplingParams
+from graftlm.cli import app
 from graftlm.engine.executor import WorkerInfo
 from tests.cli.graft_process import graft_process
 from tests.distributed.rig import GREEDY, OPTIONS, answers, assert_same_logits, requests, tokens
@@ -137,6 +140,23 @@ def test_a_killed_rank_is_replaced_with_its_stage(
     llm.shutdown()
 
 
+def assert_workers_are_seen(url: str, http: httpx.Client) -> None:
+    """By Prometheus and on the command line; the first rank has done the steps of an answer of four tokens."""
+    families = {family.name: family for family in text_string_to_metric_families(http.get(f"{url}/metrics").text)}
+    up = [sample.labels for sample in families["graft_worker_up"].samples]
+    assert [(labels["layers"], labels["rank"]) for labels in up] == [("0-3", "0"), ("0-3", "1")]
+    for name in ("steps", "compute_seconds", "hop_seconds", "hop_bytes", "adapter_bytes"):
+        [sample] = families[f"graft_worker_{name}"].samples
+        assert sample.labels == {"worker": up[0]["worker"]}
+        assert sample.value >= (4 if name == "steps" else 1e-9), name
+    assert families["graft_workers_lost"].samples[0].value == 0
+    shown = CliRunner().invoke(app, ["cluster", "status", "--url", url], env={"COLUMNS": "200", "TERM": "dumb"})
+    rows = [line.split() for line in shown.stdout.splitlines()]
+    assert rows[0][:4] == ["worker", "node", "process", "state"]
+    assert [row[3:7] for row in rows[1:3]] == [["running", "0-3", "0", "plain"], ["running", "0-3", "1", "plain"]]
+    assert shown.stdout.endswith("0 workers lost so far\n")
+
+
 @pytest.fixture
 def served(base: Path, adapters: dict[str, Path]) -> list[str]:
     return [str(base), "--adapter", f"plain={adapters['plain']}", "--port", "0", "--tensor-parallel", "2"]
@@ -149,6 +169,7 @@ def test_graft_serve_starts_ray_on_loopback_and_takes_it_along(served: list[str]
         body = {"model": "plain", "prompt": "x", "max_tokens": 4, "temperature": 0}
         assert http.post(f"{url}/v1/completions", json=body).json()["usage"]["completion_tokens"] == 4
         assert http.post(f"{url}/v1/completions", json={**body, "model": "other"}).status_code == 404
+        assert_workers_are_seen(url, http)
         processes = graft.descendants()
         assert any("raylet" in process.name() for process in processes)
         addresses = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -10,20 +9,17 @@ from urllib.parse import quote
 
 import typer
 
-from graftlm.cli.api_client import ApiClient, ApiKeyOption
+from graftlm.cli.api_client import LOCAL, ApiKeyOption, JsonOption, UrlOption, fetch
 
 adapters = typer.Typer(help="List, load and unload the adapters of a running server.", no_args_is_help=True)
 
-UrlOption = Annotated[str, typer.Option("--url", envvar="GRAFT_URL", help="The server.", show_envvar=True)]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the server's own JSON.")]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name.")]
-LOCAL = "http://127.0.0.1:8000"
 
 
 @adapters.command()
 def ls(*, url: UrlOption = LOCAL, api_key: ApiKeyOption = None, as_json: JsonOption = False) -> None:
     """List the base and its adapters."""
-    cards = _fetch(url, api_key, "GET", "/v1/models")["data"]
+    cards = fetch(url, api_key, "GET", "/v1/models")["data"]
     if as_json:
         typer.echo(json.dumps(cards))
         return
@@ -41,7 +37,7 @@ def info(
     name: NameArgument, *, url: UrlOption = LOCAL, api_key: ApiKeyOption = None, as_json: JsonOption = False
 ) -> None:
     """Show what the server says of one adapter."""
-    card = _fetch(url, api_key, "GET", f"/v1/models/{quote(name)}")
+    card = fetch(url, api_key, "GET", f"/v1/models/{quote(name)}")
     if as_json:
         typer.echo(json.dumps(card))
         return
@@ -62,7 +58,7 @@ def load(
 ) -> None:
     """Load an adapter; it answers to its name from then on."""
     body = {"lora_name": name, "lora_path": path, "load_inplace": replace}
-    card = _fetch(url, api_key, "POST", "/v1/load_lora_adapter", body)
+    card = fetch(url, api_key, "POST", "/v1/load_lora_adapter", body)
     typer.echo(f"{name}: {card['method']}, {_size(card)}, {card['bound']} of {card['total']} tensors bound")
 
 
@@ -75,19 +71,8 @@ def unload(
     force: Annotated[bool, typer.Option("--force", help="End its running requests at once.")] = False,
 ) -> None:
     """Forget an adapter; its running requests finish."""
-    _fetch(url, api_key, "POST", "/v1/unload_lora_adapter", {"lora_name": name, "force": force})
+    fetch(url, api_key, "POST", "/v1/unload_lora_adapter", {"lora_name": name, "force": force})
     typer.echo(f"{name}: unloaded")
-
-
-def _fetch(url: str, api_key: str | None, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-    async def fetch() -> Any:
-        client = ApiClient.of_url(url, api_key)
-        try:
-            return await client.fetch(method, path, body)
-        finally:
-            await client.aclose()
-
-    return asyncio.run(fetch())
 
 
 def _size(card: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@ of what is asked."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +20,27 @@ ApiKeyOption = Annotated[
     str | None,
     typer.Option(envvar=["GRAFT_API_KEY", "OPENAI_API_KEY"], help="Key for the server.", show_envvar=True),
 ]
+UrlOption = Annotated[str, typer.Option("--url", envvar="GRAFT_URL", help="The server.", show_envvar=True)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the server's own JSON.")]
+LOCAL = "http://127.0.0.1:8000"
 _CONNECT_SECONDS = 10.0
+
+
+def fetch(url: str, api_key: str | None, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    """What one server answers to one request.
+
+    Raises:
+        RemoteError, ConfigurationError: as `ApiClient`.
+    """
+
+    async def ask() -> Any:
+        client = ApiClient.of_url(url, api_key)
+        try:
+            return await client.fetch(method, path, body)
+        finally:
+            await client.aclose()
+
+    return asyncio.run(ask())
 
 
 def is_url(model: str) -> bool:

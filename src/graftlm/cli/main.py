@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from graftlm.cli.adapters import adapters
 from graftlm.cli.bench import bench
 from graftlm.cli.chat import chat
+from graftlm.cli.cluster import cluster
 from graftlm.cli.demo import demo
 from graftlm.cli.doctor import doctor
 from graftlm.cli.generate import generate
@@ -46,6 +47,7 @@ app.command()(serve)
 app.command()(generate)
 app.command()(chat)
 app.add_typer(adapters, name="adapters")
+app.add_typer(cluster, name="cluster")
 app.command()(inspect)
 app.command()(merge)
 app.command()(quantize)

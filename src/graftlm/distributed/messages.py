@@ -104,7 +104,10 @@ class StageStep:
 
 @dataclass(frozen=True, kw_only=True)
 class StageReply:
-    """output: [T, E], or of the last stage the logits, [N, V]; of ranks after the first nothing."""
+    """output: [T, E], or of the last stage the logits, [N, V]; of ranks after the first nothing.
+    compute_seconds: what the step took. adapter_bytes: that the stage holds."""
 
     key: StepKey
     output: PackedTensor
+    compute_seconds: float
+    adapter_bytes: int

@@ -28,7 +28,7 @@ from graftlm.distributed.messages import (
 )
 from graftlm.distributed.stage import StepRefused
 from graftlm.distributed.worker import Call, Worker, WorkerLost, WorkerPool
-from graftlm.engine.executor import AdapterUnavailable, CacheLost, WorkerInfo
+from graftlm.engine.executor import AdapterUnavailable, CacheLost, WorkerInfo, WorkerWork
 from graftlm.engine.residency import Residency
 from graftlm.engine.scheduler import ScheduledSequence
 from graftlm.errors import AdapterError, EngineClosed
@@ -52,6 +52,19 @@ class _Member:
     plan: StagePlan
     description: StageDescription
     adapters: dict[str, str | None] = field(default_factory=dict)
+    work: WorkerWork = field(default_factory=WorkerWork)
+
+    def note(self, step: StageStep, reply: StageReply, seconds: float) -> None:
+        """Count a step whose answer took so long."""
+        sent = 0 if step.hidden is None else step.hidden.content.nbytes
+        before = self.work
+        self.work = WorkerWork(
+            num_steps=before.num_steps + 1,
+            compute_seconds=before.compute_seconds + reply.compute_seconds,
+            hop_seconds=before.hop_seconds + max(0.0, seconds - reply.compute_seconds),
+            hop_bytes=before.hop_bytes + sent + reply.output.content.nbytes,
+            adapter_bytes=reply.adapter_bytes,
+        )
 
 
 class PipelineExecutor:
@@ -80,6 +93,7 @@ class PipelineExecutor:
         self._key = StepKey(epoch=0, number=0)
         self._is_ready = False
         self._losses = 0
+        self.num_lost_workers = 0
         self._residency = residency
         self._lock = threading.Lock()
         try:
@@ -151,6 +165,7 @@ class PipelineExecutor:
                 pid=place.pid,
                 layers=(span.start, span.stop),
                 rank=rank if len(places) > 1 else None,
+                work=member.work if rank == 0 else None,
                 adapters=tuple(name for digest, name in known.items() if name is not None and digest in needed),
                 state="running",
             )
@@ -194,8 +209,10 @@ class PipelineExecutor:
 
     def _step(self, index: int, step: StageStep) -> StageReply:
         """The answer to this step; late ones to others are passed over."""
-        deadline = time.monotonic() + self._timeout_seconds
-        call = self._members[index].worker.step(step)
+        began = time.monotonic()
+        deadline = began + self._timeout_seconds
+        member = self._members[index]
+        call = member.worker.step(step)
         while True:
             try:
                 reply = self._answer(index, call, deadline - time.monotonic())
@@ -203,6 +220,7 @@ class PipelineExecutor:
                 self._lose(index)
                 raise WorkerLost(str(refused)) from refused
             if reply.key == step.key:
+                member.note(step, reply, time.monotonic() - began)
                 return reply
 
     def _answer(self, index: int, call: Call[_Answer], timeout_seconds: float | None = None) -> _Answer:
@@ -217,6 +235,7 @@ class PipelineExecutor:
     def _lose(self, index: int) -> None:
         with self._lock:
             member = self._members.pop(index)
+        self.num_lost_workers += 1 + len(member.description.others)
         member.worker.kill()
 
     def _ensure_adapter(self, adapter: Adapter) -> None:

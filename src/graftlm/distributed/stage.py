@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import time
 from collections.abc import Sequence
 
 import torch
@@ -129,11 +130,18 @@ class Stage:
         expected = StepKey(epoch=self._last.epoch, number=self._last.number + 1)
         if step.key != expected:
             raise StepRefused("this step does not follow the last one", got=step.key, allowed=str(expected))
+        began = time.perf_counter()
         hidden = None if step.hidden is None else step.hidden.unpack()
         output = self._runner.run(step.sequences, self._adapters, hidden)
         if self._collective is not None and self._collective.rank > 0:
             output = output[:0]
-        self._last, self._reply = step.key, StageReply(key=step.key, output=PackedTensor.of(output))
+        self._last = step.key
+        self._reply = StageReply(
+            key=step.key,
+            output=PackedTensor.of(output),
+            compute_seconds=time.perf_counter() - began,
+            adapter_bytes=sum(weights.num_bytes for weights in self._adapters.values()),
+        )
         return self._reply
 
     def _new_runner(self) -> SpanRunner:

@@ -101,6 +101,11 @@ class AsyncLLM:
         return self._open().workers
 
     @property
+    def num_lost_workers(self) -> int:
+        """Workers that died or did not answer, and were replaced."""
+        return self._open().num_lost_workers
+
+    @property
     def is_running(self) -> bool:
         """Whether requests are accepted."""
         return self._accepting and self.is_alive

@@ -118,6 +118,10 @@ class Engine:
         """The processes that compute, if they are others."""
         return self._executor.workers
 
+    @property
+    def num_lost_workers(self) -> int:
+        return self._executor.num_lost_workers
+
     def close(self) -> None:
         """Let go of everything outside this process. May be called twice."""
         self._executor.close()

@@ -20,11 +20,26 @@ WorkerState = Literal["running", "spare", "lost"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerWork:
+    """What a stage has done since it is on its workers.
+
+    num_steps: answered. compute_seconds: of the steps. hop_seconds: what their answers took beyond that.
+    hop_bytes: sent and received with them. adapter_bytes: held now.
+    """
+
+    num_steps: int = 0
+    compute_seconds: float = 0.0
+    hop_seconds: float = 0.0
+    hop_bytes: int = 0
+    adapter_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerInfo:
     """A process that computes some of the layers.
 
     node: where it is. layers: (start, stop); None for a spare. rank: where several share these layers out by tensors.
-    adapters: names of those it holds weights of.
+    adapters: names of those it holds weights of. work: of the stage's first rank; None for the others and for spares.
     """
 
     id: str
@@ -34,6 +49,7 @@ class WorkerInfo:
     adapters: tuple[str, ...]
     state: WorkerState
     rank: int | None = None
+    work: WorkerWork | None = None
 
 
 class CacheLost(Exception):
@@ -56,6 +72,11 @@ class Executor(Protocol):
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
         """The processes it computes in, if they are others. May be read from any thread."""
+        ...
+
+    @property
+    def num_lost_workers(self) -> int:
+        """Workers that died or did not answer, so far. May be read from any thread."""
         ...
 
     def execute(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
@@ -88,6 +109,7 @@ class LocalExecutor:
     """
 
     workers: tuple[WorkerInfo, ...] = ()
+    num_lost_workers = 0
 
     def __init__(self, runner: SpanRunner, residency: Residency[LoadedAdapter]) -> None:
         self._runner = runner

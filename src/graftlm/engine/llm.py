@@ -58,6 +58,11 @@ class LLM:
         return self._open().workers
 
     @property
+    def num_lost_workers(self) -> int:
+        """Workers that died or did not answer, and were replaced."""
+        return self._open().num_lost_workers
+
+    @property
     def num_free_blocks(self) -> int:
         """Free blocks of the KV cache."""
         return self._open().core.num_free_blocks

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 from fastapi import APIRouter, Depends, Request
 from prometheus_client import CollectorRegistry, Counter
@@ -17,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graftlm.engine.async_llm import AsyncLLM
+from graftlm.engine.executor import WorkerInfo, WorkerWork
 from graftlm.engine.histogram import Histogram
 from graftlm.engine.metrics import EngineNumbers, EngineState, ModelMetrics
 from graftlm.server.callers import require_metrics
@@ -33,6 +35,16 @@ class ModelSeries:
     name: str
     text: str
     read: Callable[[ModelMetrics], int | Histogram]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSeries:
+    """A number of each stage, known under its first worker. `name` is without the `_total` that counters get."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    text: str
+    read: Callable[[WorkerWork], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +123,38 @@ GAUGES = (
     Gauge(name="graft_adapters", text="Adapters in memory.", read=lambda state: state.num_adapters),
     Gauge(name="graft_adapter_bytes", text="Memory that adapters take.", read=lambda state: state.adapter_bytes),
 )
+WORKER = "worker"
+WORKERS = ("graft_workers", "Processes that compute for the engine, by state: running or spare.")
+LOST_WORKERS = ("graft_workers_lost", "Workers that died or did not answer, and were replaced.")
+WORKER_STATE = ("graft_worker_up", "1 for every worker that has layers; they are in its labels.")
+WORKER_SERIES = (
+    WorkerSeries(name="graft_worker_steps", kind="counter", text="Steps of a stage.", read=lambda work: work.num_steps),
+    WorkerSeries(
+        name="graft_worker_compute_seconds",
+        kind="counter",
+        text="What a stage's steps took in its workers.",
+        read=lambda work: work.compute_seconds,
+    ),
+    WorkerSeries(
+        name="graft_worker_hop_seconds",
+        kind="counter",
+        text="What the answers to a stage's steps took beyond computing them.",
+        read=lambda work: work.hop_seconds,
+    ),
+    WorkerSeries(
+        name="graft_worker_hop_bytes",
+        kind="counter",
+        text="Hidden states and logits sent to a stage and received from it.",
+        read=lambda work: work.hop_bytes,
+    ),
+    WorkerSeries(
+        name="graft_worker_adapter_bytes",
+        kind="gauge",
+        text="Memory that adapters take on a stage's first rank.",
+        read=lambda work: work.adapter_bytes,
+    ),
+)
+WORKER_ADAPTERS = ("graft_worker_adapters", "Adapters that a worker holds weights of.")
 REPLIES = ("graft_http_requests", "HTTP requests that were answered, by status.")
 ERRORS = ("graft_errors", "Errors that clients were told, by code; those inside of a stream included.")
 
@@ -127,6 +171,13 @@ def metric_table() -> Iterator[tuple[str, str, str, str]]:
     yield HIT_RATIO[0], "gauge", "", HIT_RATIO[1]
     for gauge in GAUGES:
         yield gauge.name, "gauge", "", gauge.text
+    yield WORKERS[0], "gauge", "state", WORKERS[1]
+    yield f"{LOST_WORKERS[0]}_total", "counter", "", LOST_WORKERS[1]
+    yield WORKER_STATE[0], "gauge", "worker, node, layers, rank", WORKER_STATE[1]
+    for worker in WORKER_SERIES:
+        name = f"{worker.name}_total" if worker.kind == "counter" else worker.name
+        yield name, worker.kind, WORKER, worker.text
+    yield WORKER_ADAPTERS[0], "gauge", WORKER, WORKER_ADAPTERS[1]
     yield f"{REPLIES[0]}_total", "counter", "status", REPLIES[1]
     yield f"{ERRORS[0]}_total", "counter", "code", ERRORS[1]
 
@@ -159,6 +210,8 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily(*HIT_RATIO, value=_hit_ratio(numbers))
         for gauge in GAUGES:
             yield GaugeMetricFamily(gauge.name, gauge.text, value=gauge.read(state))
+        yield CounterMetricFamily(*LOST_WORKERS, value=self._llm.num_lost_workers)
+        yield from _series_of_workers(self._llm.workers)
 
 
 class HTTPMetrics:
@@ -218,6 +271,29 @@ def _series_of_models(series: ModelSeries, numbers: EngineNumbers) -> Family:
             assert isinstance(value, int)
             family.add_metric([name], value)
     return family
+
+
+def _series_of_workers(workers: Sequence[WorkerInfo]) -> Iterator[Family]:
+    states = GaugeMetricFamily(*WORKERS, labels=["state"])
+    for state in ("running", "spare"):
+        states.add_metric([state], sum(worker.state == state for worker in workers))
+    yield states
+    up = GaugeMetricFamily(*WORKER_STATE, labels=[WORKER, "node", "layers", "rank"])
+    adapters = GaugeMetricFamily(*WORKER_ADAPTERS, labels=[WORKER])
+    for worker in workers:
+        if worker.layers is not None:
+            start, stop = worker.layers
+            up.add_metric([worker.id, worker.node, f"{start}-{stop - 1}", str(worker.rank or 0)], 1)
+            adapters.add_metric([worker.id], len(worker.adapters))
+    yield up
+    yield adapters
+    for series in WORKER_SERIES:
+        family = CounterMetricFamily if series.kind == "counter" else GaugeMetricFamily
+        values = family(series.name, series.text, labels=[WORKER])
+        for worker in workers:
+            if worker.work is not None:
+                values.add_metric([worker.id], series.read(worker.work))
+        yield values
 
 
 def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:

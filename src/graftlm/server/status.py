@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from graftlm.engine.async_llm import AsyncLLM
-from graftlm.engine.executor import WorkerState
+from graftlm.engine.executor import WorkerInfo, WorkerState
 from graftlm.engine.request_stream import RequestStream
 from graftlm.server.adapters import NOT_ENABLED, AdapterSources
 from graftlm.server.callers import NOT_ADMIN, caller_of
@@ -29,18 +29,33 @@ class RequestStatus(TypedDict):
     seconds: float
 
 
+class WorkStatus(TypedDict):
+    """As `WorkerWork`."""
+
+    num_steps: int
+    compute_seconds: float
+    hop_seconds: float
+    hop_bytes: int
+    adapter_bytes: int
+
+
 class WorkerStatus(TypedDict):
-    """layers: from the first to before the second; null for a spare."""
+    """layers: from the first to before the second; null for a spare. rank: null where no others share them.
+    work: of the first rank; null for the others and for spares."""
 
     id: str
+    node: str
+    pid: int
     layers: tuple[int, int] | None
+    rank: int | None
     adapters: tuple[str, ...]
     state: WorkerState
+    work: WorkStatus | None
 
 
 class EngineStatus(TypedDict):
     """num_running, num_waiting: answers. requests: the oldest unfinished ones. kv_cache_usage: from 0 to 1.
-    workers: none when the engine computes in the server's process."""
+    workers: none when the engine computes in the server's process. num_lost_workers: that were replaced so far."""
 
     num_running: int
     num_waiting: int
@@ -49,6 +64,7 @@ class EngineStatus(TypedDict):
     adapter_bytes: int
     max_adapter_bytes: int
     workers: list[WorkerStatus]
+    num_lost_workers: int
 
 
 class ServerStatus(TypedDict):
@@ -86,10 +102,30 @@ def _engine_status(llm: AsyncLLM) -> EngineStatus:
         "kv_cache_usage": 1 - state.num_free_blocks / state.num_blocks,
         "adapter_bytes": state.adapter_bytes,
         "max_adapter_bytes": llm.config.adapter_memory_bytes,
-        "workers": [
-            {"id": worker.id, "layers": worker.layers, "adapters": worker.adapters, "state": worker.state}
-            for worker in llm.workers
-        ],
+        "workers": [_worker_status(worker) for worker in llm.workers],
+        "num_lost_workers": llm.num_lost_workers,
+    }
+
+
+def _worker_status(worker: WorkerInfo) -> WorkerStatus:
+    work = worker.work
+    return {
+        "id": worker.id,
+        "node": worker.node,
+        "pid": worker.pid,
+        "layers": worker.layers,
+        "rank": worker.rank,
+        "adapters": worker.adapters,
+        "state": worker.state,
+        "work": None
+        if work is None
+        else {
+            "num_steps": work.num_steps,
+            "compute_seconds": work.compute_seconds,
+            "hop_seconds": work.hop_seconds,
+            "hop_bytes": work.hop_bytes,
+            "adapter_bytes": work.adapter_bytes,
+        },
     }
 
 

@@ -1,10 +1,10 @@
 """Does the server hold under load, and what does it spend beside the model?
 
-Streaming clients in a process of their own ask eight adapters the same few things again and again; each answer is
-compared with the one that the same request gets alone. Processor time of the server's process is split into the model's
-(the forward pass), the sampler's, and all the rest: scheduling, detokenising, JSON, HTTP, the event loop. Torch runs on
-one thread, so that the time of the engine's thread is all of the model's. With --tiny a random model takes the real
-one's place, beside which nothing is cheap.
+Streaming clients in a process of their own ask eight adapters the same few things again and again, half of them for an
+answer of a certain form; each answer is compared with the one that the same request gets alone. Processor time of the
+server's process is split into the model's (the forward pass), the sampler's with its grammars' masks, and all the rest:
+scheduling, detokenising, JSON, HTTP, the event loop. Torch runs on one thread: the time of the engine's thread is
+all of the model's. With --tiny a random model takes the real one's place, beside which nothing is cheap.
 
     python benchmarks/http_load.py [--requests 1000] [--clients 50] [--tokens 16] [--tiny]
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import platform
@@ -40,6 +41,18 @@ from tests.tiny import make_adapter, make_llama
 
 NUM_ADAPTERS = 8
 PROMPTS = ("The capital of France is", "Once upon a time there was a", "To boil an egg, you first")
+FORMS: tuple[dict[str, Any], ...] = (
+    {"regex": "[A-Za-z ,.]{20,200}"},
+    {
+        "json": {
+            "type": "object",
+            "properties": {"title": {"type": "string"}, "tags": {"type": "array", "items": {"type": "string"}}},
+            "required": ["title", "tags"],
+            "additionalProperties": False,
+        }
+    },
+    {"choice": [f"answer number {index}" for index in range(100)]},
+)
 TARGET_SHARE = 0.15
 
 
@@ -55,9 +68,11 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """texts: of each request in order, None where it failed. seconds: until the last was answered."""
+    """texts: of each request in order, None where it failed. num_tokens: of all of them. seconds: until the last was
+    answered."""
 
     texts: list[str | None]
+    num_tokens: int
     seconds: float
 
 
@@ -105,11 +120,13 @@ def make_engine(folder: Path, *, tiny: bool) -> AsyncLLM:
 
 
 def run(llm: AsyncLLM, live: LiveServer, arguments: argparse.Namespace) -> int:
-    bodies = [
+    free = [
         {"model": name, "prompt": prompt, "max_tokens": arguments.tokens, "temperature": 0, "ignore_eos": True}
         for name in llm.adapters
         for prompt in PROMPTS
     ]
+    formed = [{**body, "structured_outputs": form} for body, form in zip(free, itertools.cycle(FORMS), strict=False)]
+    bodies = free + formed
     alone = [live.text(**body) for body in bodies]
     assert len(set(alone)) > len(PROMPTS), "the adapters answer alike: a mix-up would not be seen"
     order = random.Random(0).choices(range(len(bodies)), k=arguments.requests)
@@ -125,10 +142,11 @@ def run(llm: AsyncLLM, live: LiveServer, arguments: argparse.Namespace) -> int:
 
     failed = sum(text is None for text in outcome.texts)
     mixed_up = sum(text not in (None, alone[index]) for text, index in zip(outcome.texts, order, strict=True))
-    num_tokens = len(order) * arguments.tokens
+    num_tokens = outcome.num_tokens
     beside = total - sum(spent.seconds.values())
     print(
-        f"{len(order)} streams of {arguments.tokens} tokens, {arguments.clients} at a time, {NUM_ADAPTERS} adapters, "
+        f"{len(order)} streams of up to {arguments.tokens} tokens, half under grammars, {arguments.clients} at a time, "
+        f"{NUM_ADAPTERS} adapters, "
         f"{'tiny model' if arguments.tiny else 'SmolLM2-135M in float32'}, one thread of {platform.machine()}: "
         f"{failed} failed, {mixed_up} mixed up; {outcome.seconds:.1f} s, {num_tokens / outcome.seconds:.0f} tokens/s"
     )
@@ -146,35 +164,41 @@ def ask_all(load: Load) -> Outcome:
 
 async def _ask_all(load: Load) -> Outcome:
     texts: list[str | None] = [None] * len(load.order)
+    num_tokens = 0
     left = iter(range(len(load.order)))
     begun = time.perf_counter()
 
     async def client(http: httpx.AsyncClient) -> None:
+        nonlocal num_tokens
         for number in left:
-            texts[number] = await _ask(http, load.bodies[load.order[number]])
+            texts[number], count = await _ask(http, load.bodies[load.order[number]])
+            num_tokens += count
 
     async with httpx.AsyncClient(base_url=load.url, timeout=None, limits=httpx.Limits(max_connections=None)) as http:
         await asyncio.gather(*(client(http) for _ in range(load.num_clients)))
-    return Outcome(texts=texts, seconds=time.perf_counter() - begun)
+    return Outcome(texts=texts, num_tokens=num_tokens, seconds=time.perf_counter() - begun)
 
 
-async def _ask(http: httpx.AsyncClient, body: dict[str, Any]) -> str | None:
-    """The answer's text put together; None if it is refused, fails or does not end as it should."""
-    text, is_done = "", False
+async def _ask(http: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str | None, int]:
+    """The answer's text put together, None if it is refused, fails or does not end as it should; and its tokens."""
+    text, count, is_done = "", 0, False
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     try:
-        async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
+        async with http.stream("POST", "/v1/completions", json=body) as reply:
             if reply.is_error:
-                return None
+                return None, 0
             async for line in reply.aiter_lines():
                 data = line.removeprefix("data: ")
                 is_done = data == "[DONE]"
                 if data != line and not is_done:
-                    text += json.loads(data)["choices"][0]["text"]
+                    chunk = json.loads(data)
+                    text += "".join(choice["text"] for choice in chunk.get("choices", ()))
+                    count += (chunk.get("usage") or {"completion_tokens": 0})["completion_tokens"]
                 if is_done:
                     break
     except httpx.HTTPError:
-        return None
-    return text if is_done else None
+        return None, 0
+    return (text if is_done else None), count
 
 
 if __name__ == "__main__":

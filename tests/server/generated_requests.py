@@ -20,6 +20,30 @@ _SUBJECTS: dict[str, Any] = {
     "input": "hello",
     "tokens": [1, 2],
 }
+_SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": [1, "b", None]}}, "required": ["a"]}
+_FUNCTION: dict[str, Any] = {"name": "f", "parameters": _SCHEMA}
+# Forms and tools that are in order, which chance hardly makes.
+_FORMS: dict[str, list[dict[str, Any]]] = {
+    "/v1/completions": [
+        {"structured_outputs": {"regex": "[a-c]{1,9}"}},
+        {"guided_json": _SCHEMA},
+        {"guided_choice": ["yes", "no"]},
+        {"guided_grammar": 'start: "a" start | "b"'},
+        {"response_format": {"type": "json_object"}},
+    ],
+    "/v1/chat/completions": [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA}}},
+        {"tools": [{"type": "function", "function": _FUNCTION}], "tool_choice": "required"},
+        {"tools": [{"type": "function", "function": _FUNCTION}], "response_format": {"type": "json_object"}},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    ],
+    "/v1/responses": [
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": _SCHEMA}}},
+        {"tools": [{"type": "function", **_FUNCTION}], "tool_choice": {"type": "function", "name": "f"}},
+        {"tools": [{"type": "function", **_FUNCTION}], "text": {"format": {"type": "json_object"}}},
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]},
+    ],
+}
 
 
 def statuses_of(
@@ -28,8 +52,8 @@ def statuses_of(
     """How often each status came back, and a description of each reply that is the server's fault.
 
     Args:
-        models: names that answer; three of four bodies get one and keep few of their other fields, and half of these
-            get something to answer, lest all are refused.
+        models: names that answer; three of four bodies get one and keep few of their other fields, half of these get
+            something to answer, lest all are refused, and half of those a form or tools for it.
         paths: what is asked; everything without them.
         cases: for all operations that have a body together; one without has but a few different requests.
     """
@@ -59,6 +83,8 @@ def statuses_of(
                 case.body["model"] = chance.choice(models)
                 if chance.random() < 0.5:
                     case.body |= {name: value for name, value in _SUBJECTS.items() if name in case.body}
+                    if chance.random() < 0.5 and case.path in _FORMS:
+                        case.body |= chance.choice(_FORMS[case.path])
             reply = case.call()
             statuses[reply.status_code] += 1
             wished = isinstance(case.body, dict) and case.body.get(_ALLOWED.get(reply.status_code, "")) is not None

@@ -15,11 +15,14 @@ ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize
 BODY: dict[str, Any] = {
     "model": "red", "prompt": "hello", "messages": [{"role": "user", "content": "hello"}], "input": "hello",
     "tokens": [1, 2], "max_tokens": 2, "temperature": 0.5, "stop": ["a"], "logit_bias": {"5": 1}, "n": 2,
+    "guided_choice": ["yes", "no"], "response_format": {"type": "json_object"}, "text": {"format": {"type": "text"}},
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    "tool_choice": "auto",
 }  # fmt: skip
 FIELDS = {
-    "/v1/completions": ("model", "prompt", "max_tokens", "temperature", "stop", "logit_bias", "n"),
-    "/v1/chat/completions": ("model", "messages", "max_tokens", "temperature", "stop", "n"),
-    "/v1/responses": ("model", "input", "temperature", "stop"),
+    "/v1/completions": ("model", "prompt", "max_tokens", "temperature", "stop", "logit_bias", "n", "guided_choice"),
+    "/v1/chat/completions": ("model", "messages", "max_tokens", "temperature", "stop", "n", "tools", "response_format"),
+    "/v1/responses": ("model", "input", "temperature", "stop", "text", "tool_choice"),
     "/tokenize": ("model", "prompt"),
     "/detokenize": ("model", "tokens"),
     "/v1/models": (),

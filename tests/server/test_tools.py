@@ -374,6 +374,17 @@ def test_calls_and_their_results_are_sent_back_as_items(server: LiveServer, conv
         assert response.usage.input_tokens == chat.usage.prompt_tokens
 
 
+def test_what_the_node_client_has_read_may_come_back_with_what_it_was_read_from(server: LiveServer) -> None:
+    call = {"name": "get_weather", "arguments": json.dumps(ROME), "parsed_arguments": ROME}
+    result = {"call_id": "call_1", "output": [{"type": "output_text", "text": "{}", "parsed": {}}]}
+    item = {"type": "function_call", "call_id": "call_1", **call}
+    body = {"model": "red", "input": [item, {"type": "function_call_output", **result}], "max_output_tokens": 2}
+    assert server.http.post("/v1/responses", json=body).status_code == 200
+    calls = [{"id": "call_1", "type": "function", "function": call}]
+    assert server.chat(model="red", messages=[{"role": "assistant", "tool_calls": calls, "parsed": None}]).is_success
+    assert server.chat(model="red", messages=[{"role": "assistant", "content": "{}", "parsed": {}}]).is_success
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

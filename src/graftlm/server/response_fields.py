@@ -37,6 +37,8 @@ class ResponsePart(Strict):
     annotations: Annotated[Any, nothing_but(None, [])] = None
     # What the earlier response told of its tokens.
     logprobs: list[Any] | None = None
+    # The client's own reading of the text, which the one for Node sends back with it.
+    parsed: Any = None
 
 
 Parts = Annotated[list[ResponsePart], BeforeValidator(_as_parts), Field(min_length=1)]
@@ -60,6 +62,8 @@ class ResponseCall(Strict):
     call_id: Text
     name: Text
     arguments: Text
+    # As `parsed` above.
+    parsed_arguments: Any = None
     id: Text | None = None
     status: ItemStatus | None = None
     namespace: Annotated[Any, nothing_but(None)] = None

@@ -187,6 +187,8 @@ class Message(Strict):
     tool_calls: list[AssistantCall] | None = None
     tool_call_id: Text | None = None
 
+    # The client's own reading of the content, which the one for Node sends back with it.
+    parsed: Any = None
     refusal: Annotated[Any, nothing_but(None)] = None
     annotations: Annotated[Any, nothing_but(None, [])] = None
     audio: Annotated[Any, nothing_but(None)] = None

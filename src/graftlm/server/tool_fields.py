@@ -54,6 +54,8 @@ class ToolFields(Strict):
 class CalledFunction(Strict):
     name: Text
     arguments: Text
+    # The client's own reading of the arguments, which the one for Node sends back with them.
+    parsed_arguments: Any = None
 
 
 class AssistantCall(Strict):

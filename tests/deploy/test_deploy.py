@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import itertools
 import json
 import re
 import shlex
@@ -106,3 +107,25 @@ def test_the_commands_that_start_a_server_have_options_that_there_are(command: A
     # Every key and flag is known: what is missing is the file of keys.
     assert result.exit_code == 2
     assert "/etc/graft/keys.toml" in result.stderr
+
+
+def test_the_ray_jobs_command_has_options_that_there_are_and_its_workers_the_cores_it_asks_for() -> None:
+    job, service, policy = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
+    program, *arguments = shlex.split(job["spec"]["entrypoint"])
+    assert program == "graft"
+    # Every flag is known: what is missing is the volume.
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "/models/adapters" in result.stderr
+    options = dict(itertools.pairwise(arguments))
+    cluster = job["spec"]["rayClusterSpec"]
+    [workers] = cluster["workerGroupSpecs"]
+    assert workers["replicas"] == int(options["--workers"])
+    [container] = workers["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["cpu"] == options["--worker-cpus"]
+    head = cluster["headGroupSpec"]["template"]
+    assert service["spec"]["selector"].items() <= head["metadata"]["labels"].items()
+    selected = policy["spec"]["podSelector"]["matchLabels"].items()
+    assert all(selected <= pod["metadata"]["labels"].items() for pod in (head, workers["template"]))
+    [port] = head["spec"]["containers"][0]["ports"]
+    assert str(port["containerPort"]) == options["--port"]

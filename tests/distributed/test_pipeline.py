@@ -19,6 +19,7 @@ from graftlm.distributed.in_process import Fault, FaultKind
 from graftlm.engine.engine import Engine
 from graftlm.errors import (
     AdapterChanged,
+    AdapterError,
     AdapterUnsupported,
     ConfigurationError,
     EngineClosed,
@@ -232,6 +233,21 @@ def test_r106_r107_a_worker_that_has_no_adapter_yet_gets_it_before_it_computes(
     assert ours == tokens(local.generate(prompts, GREEDY, adapter="plain"))
     assert ours != tokens(local.generate(prompts, GREEDY))
     assert [worker.adapters for worker in pipeline.llm.workers] == [("plain",), ("plain",)]
+
+
+def test_r110_a_broken_adapter_is_refused_with_its_reason_and_has_no_name(
+    base: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its requests are not the base's: there is no such model."""
+    broken = make_adapter(base, tmp_path / "broken")
+    weights = broken / "adapter_model.safetensors"
+    save_file({name: tensor[..., 1:].contiguous() for name, tensor in load_file(weights).items()}, weights)
+    pipeline = open_pipeline(base, {"plain": adapters["plain"]})
+    with pytest.raises(AdapterError, match=r"adapter broken: .*lora_"):
+        pipeline.llm.load_adapter("broken", broken)
+    assert set(pipeline.llm.adapters) == {"plain"}
+    with pytest.raises(ModelNotFound):
+        answers(pipeline.llm, ["broken"])
 
 
 def test_two_names_of_the_same_files_are_one_adapter_to_the_workers(base: Path, adapters: dict[str, Path]) -> None:

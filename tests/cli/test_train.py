@@ -118,6 +118,19 @@ def test_job_files_train_side_by_side(llama: Path, tmp_path: Path) -> None:
     assert (code, "cannot be one for all jobs" in output) == (2, True)
 
 
+def test_what_has_finished_is_drawn_when_another_job_fails(llama: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", completion_rows())
+    files: list[object] = []
+    for name, lr in (("ill", 1e37), ("well", 1e-3)):
+        file = tmp_path / f"{name}.toml"
+        file.write_text(f'data = "{data}"\noutput = "{tmp_path / name}"\nlr = {lr}\nschedule = "constant"\n')
+        files += ["--job", file]
+    code, output = run(llama, *files, "--steps", 5)
+    assert (code, "ill: loss or gradient" in output, "well: written to" in output) == (2, True, True), output
+    assert (tmp_path / "well" / "loss.png").exists()
+    assert not (tmp_path / "ill" / "adapter_config.json").exists()
+
+
 def test_a_dry_run_counts_and_writes_nothing(llama: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", [{"text": "x" * 40}, {"text": "abc"}])
     code, output = run(

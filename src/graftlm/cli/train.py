@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -85,10 +85,22 @@ def train(
         from graftlm.training.publish import check_server
 
         check_server(publish)
-    with _tensorboard(tensorboard) as log:
-        trained = _train(console, config, jobs, log, gradient_checkpointing=gradient_checkpointing, resume=resume)
-    for adapter in trained:
-        _conclude(adapter, publish)
+    trained: list[TrainedAdapter] = []
+    try:
+        with _tensorboard(tensorboard) as log:
+            _train(
+                console,
+                config,
+                jobs,
+                log,
+                trained.append,
+                gradient_checkpointing=gradient_checkpointing,
+                resume=resume,
+            )
+    finally:
+        # What has finished is there, whatever became of other jobs.
+        for adapter in trained:
+            _conclude(adapter, publish)
 
 
 def _jobs(files: Sequence[str] | None, options: dict[str, Any]) -> list[TrainingJob]:
@@ -160,10 +172,11 @@ def _train(
     config: EngineConfig,
     jobs: Sequence[TrainingJob],
     log: TensorBoardLog | None,
+    conclude: Callable[[TrainedAdapter], None],
     *,
     gradient_checkpointing: bool,
     resume: bool,
-) -> list[TrainedAdapter]:
+) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from graftlm.training.train import train_together
@@ -187,13 +200,14 @@ def _train(
                 log.add(run.job.label, metrics)
             progress.update(tasks[run.job.label], completed=run.step, total=run.num_steps, loss=loss)
 
-        return train_together(
+        train_together(
             config,
             jobs,
             gradient_checkpointing=gradient_checkpointing,
             resume=resume,
             report=report,
             is_stopped=stop.is_set,
+            conclude=conclude,
         )
 
 

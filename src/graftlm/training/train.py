@@ -88,6 +88,7 @@ def train_together(
     resume: bool = False,
     report: Callable[[JobRun], None] = lambda run: None,
     is_stopped: Callable[[], bool] = lambda: False,
+    conclude: Callable[[TrainedAdapter], None] = lambda adapter: None,
 ) -> list[TrainedAdapter]:
     """Train several adapters over one base in memory; each becomes what it would have become alone.
 
@@ -96,6 +97,7 @@ def train_together(
         gradient_checkpointing: compute each layer again in the backward pass: less memory, a third more time.
         resume: go on from the checkpoints in the jobs' output folders.
         report: called after each update of a job. is_stopped: asked between updates; true saves checkpoints and ends.
+        conclude: called in the end with each adapter that is returned, also when other jobs have failed.
 
     Raises:
         ConfigurationError, CheckpointError, AdapterError, TrainingDataError: before anything is written.
@@ -110,9 +112,7 @@ def train_together(
     for item in prepared:
         trainer.add(start_run(item, base, resume=resume))
     trainer.train(report=report, is_stopped=is_stopped)
-    if failed := [f"{run.job.label}: {run.failure}" for run in trainer.runs if run.state == "failed"]:
-        raise TrainingFailed("training failed", got="; ".join(failed))
-    return [
+    trained = [
         TrainedAdapter(
             name=run.job.label,
             folder=run.folder,
@@ -121,7 +121,13 @@ def train_together(
             metrics=run.last_metrics,
         )
         for run in trainer.runs
+        if run.state != "failed"
     ]
+    for adapter in trained:
+        conclude(adapter)
+    if failed := [f"{run.job.label}: {run.failure}" for run in trainer.runs if run.state == "failed"]:
+        raise TrainingFailed("training failed", got="; ".join(failed))
+    return trained
 
 
 def check_outputs(jobs: Sequence[TrainingJob], *, resume: bool = False) -> None:

@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test browser-test soak ci fmt lint types docs bench clean
+.PHONY: demo test browser-test soak ci fmt lint types docs notebooks bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/graft demo
@@ -36,6 +36,10 @@ types: $(VENV)/.dev
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The tutorials' outputs, which are committed; `make test` runs them too and writes nothing.
+notebooks: $(VENV)/.dev
+	$(BIN)/python docs/tutorials/execute.py
 
 # Some seven minutes, on a machine that does nothing else; writes benchmarks/RESULTS.md.
 bench: $(VENV)/.dev

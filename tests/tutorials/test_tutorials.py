@@ -41,6 +41,8 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+# Some twenty seconds of processor time each; a machine may be busy with other tests.
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", execute.TUTORIALS)
 def test_a_tutorial_runs_in_a_fresh_kernel_and_shows_what_its_committed_notebook_shows(name: str) -> None:
     ran = execute.execute(name)

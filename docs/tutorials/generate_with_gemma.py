@@ -47,7 +47,7 @@ print(f"torch {torch.__version__}, {torch.get_num_threads()} thread(s) of {os.cp
 # %% [markdown]
 # ## The workload
 #
-# Twelve conversations that begin with the same instructions. Questions and answers have lengths as they come in
+# Eight conversations that begin with the same instructions. Questions and answers have lengths as they come in
 # practice: log-normal, most of them short, a few long. An answer ends at its length or at the model's end of turn.
 
 # %%
@@ -55,12 +55,12 @@ rng = random.Random(0)
 pool = [messages[0]["content"] for messages in conversations("extract")]
 instructions = "You answer messages to a shop. Here are some. " + " ".join(pool[:6])
 prompts, lengths = [], []
-for _ in range(12):
+for _ in range(8):
     count = min(8, max(1, round(rng.lognormvariate(0.3, 0.8))))
     text = f"{instructions}\n\n{' '.join(rng.sample(pool, count))}"
     chat = [{"role": "user", "content": text}]
     prompts.append(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
-    lengths.append(min(40, max(2, round(rng.lognormvariate(2.3, 0.8)))))
+    lengths.append(min(32, max(2, round(rng.lognormvariate(2.3, 0.8)))))
 print("prompt tokens:", sorted(len(prompt) for prompt in prompts))
 print("answer tokens, at most:", sorted(lengths))
 

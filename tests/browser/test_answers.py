@@ -67,6 +67,21 @@ def test_no_more_than_four_can_be_chosen_and_one_must(live: LiveServer, open_pag
         assert live.http.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 200
 
 
+def test_a_setting_that_is_wrong_is_shown_though_it_was_folded_away(live: LiveServer, open_page: Open) -> None:
+    page = open_page(live)
+    page.choose(["red"])
+    page.set("Most tokens", "0")
+    field = page.page.get_by_label("Most tokens")
+    page.page.get_by_text("Settings", exact=True).click()
+    expect(field).to_be_hidden()
+    page.ask(PROMPT)
+    expect(field).to_be_focused()
+    expect(page.answer("red")).to_have_count(0)
+    page.send_as_plain_text()
+    # It would be ignored.
+    expect(page.page.get_by_label("System message")).to_be_disabled()
+
+
 def test_a_token_shows_how_likely_it_was_and_what_else_was(live: LiveServer, open_page: Open) -> None:
     page = open_page(live)
     page.choose(["red"])

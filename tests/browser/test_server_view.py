@@ -39,6 +39,8 @@ def test_adapters_are_loaded_and_unloaded(live: LiveServer, open_page: Open) -> 
     dialog.get_by_role("button", name="Unload", exact=True).click()
     expect(note).to_contain_text("Unloaded guest.")
     expect(page.model("guest")).to_have_count(0)
+    # What had the focus is gone.
+    expect(page.page.get_by_role("heading", name="Models")).to_be_focused()
     assert live.http.get("/v1/models/guest").status_code == 404
 
 

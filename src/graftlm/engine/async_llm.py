@@ -119,6 +119,11 @@ class AsyncLLM:
         return heard.is_set()
 
     @property
+    def state(self) -> EngineState:
+        """How full the engine is now."""
+        return self._open().state
+
+    @property
     def requests(self) -> tuple[RequestStream, ...]:
         """Those that have not ended, waiting ones included."""
         return tuple(self._streams.values())

@@ -93,7 +93,7 @@ def status_routes(llm: AsyncLLM, sources: AdapterSources | None) -> APIRouter:
 
 
 def _engine_status(llm: AsyncLLM) -> EngineStatus:
-    _, state = llm.read_metrics()
+    state = llm.state
     oldest = sorted(llm.requests, key=lambda stream: stream.timings.arrived)[:MAX_REQUESTS]
     return {
         "num_running": state.num_running,

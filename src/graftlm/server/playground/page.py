@@ -36,7 +36,6 @@ _HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     # Asked for each time, and sent again only when it has changed.
     "cache-control": "no-cache",

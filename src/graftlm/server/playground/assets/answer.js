@@ -14,6 +14,8 @@ const SHADES = [
 ];
 const ENDS = { stop: "ended by itself", length: "cut at the limit", tool_calls: "called a function" };
 
+let numAnswers = 0;
+
 export class Answer {
   #api;
   #model;
@@ -38,7 +40,7 @@ export class Answer {
     this.#question = question;
     this.#inspector = inspector;
     this.#askForKey = askForKey;
-    const id = `answer-${crypto.randomUUID()}`;
+    const id = `answer-${++numAnswers}`;
     this.#text = element("div", { className: "text", role: "group", "aria-label": `Tokens of ${model}` });
     const name = element("h3", { id, title: model }, model);
     const kind = element("span", { className: "tag" }, isBase ? "base" : "adapter");
@@ -46,9 +48,6 @@ export class Answer {
       "article",
       { className: "panel answer", "aria-labelledby": id },
       element("header", {}, name, kind),
-      this.#status,
-      this.#text,
-      this.#problem,
       element(
         "dl",
         {},
@@ -56,6 +55,9 @@ export class Answer {
         element("div", {}, element("dt", {}, "Tokens/s"), this.#figures.speed),
         element("div", {}, element("dt", {}, "Tokens"), this.#figures.tokens),
       ),
+      this.#status,
+      this.#text,
+      this.#problem,
     );
     this.#listen();
   }

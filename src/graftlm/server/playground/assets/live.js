@@ -11,6 +11,7 @@ export class Live {
     adapters: meterTile("Adapter memory"),
   };
   #requests = document.getElementById("requests");
+  #requestTable = document.getElementById("request-table");
   #requestRows = document.getElementById("request-rows");
   #noRequests = document.getElementById("no-requests");
   #workers = document.getElementById("workers");
@@ -55,6 +56,7 @@ export class Live {
 
   #showRequests(requests) {
     this.#noRequests.hidden = requests.length > 0;
+    this.#requestTable.hidden = requests.length === 0;
     this.#requestRows.replaceChildren(
       ...requests.map((request) =>
         row(

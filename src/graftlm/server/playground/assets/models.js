@@ -10,6 +10,7 @@ const RESIDENCY = { resident: "in memory", loading: "loading", absent: "on disk"
 
 export class Models {
   #list = document.getElementById("models");
+  #title = document.getElementById("models-title");
   #hint = document.getElementById("models-hint");
   #filter = document.getElementById("filter");
   #filterRow = document.getElementById("filter-row");
@@ -36,6 +37,8 @@ export class Models {
     const names = new Set(cards.map((card) => card.id));
     for (const [name, row] of this.#rows) {
       if (names.has(name)) continue;
+      // The focus must not be lost with what had it.
+      if (row.element.contains(document.activeElement)) this.#title.focus();
       row.element.remove();
       this.#rows.delete(name);
       this.#chosen.delete(name);
@@ -93,7 +96,7 @@ export class Models {
       box.disabled = isFull && !box.checked;
     }
     this.#hint.textContent = isFull
-      ? "Four are chosen, which is the most. Leave one out to choose another."
+      ? "Four at most: leave one out to choose another."
       : "Up to four answer side by side.";
   }
 

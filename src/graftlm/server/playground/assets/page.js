@@ -104,6 +104,12 @@ byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   ask();
 });
+// What is missing or wrong may be folded away, where the browser could not point at it.
+byId("ask").addEventListener("invalid", ({ target }) => target.closest("details")?.setAttribute("open", ""), true);
+byId("ask").addEventListener("change", () => {
+  // Plain text has no place for it.
+  byId("system").disabled = readQuestion().form === "completion";
+});
 byId("stop").addEventListener("click", stop);
 byId("shade").addEventListener("change", ({ target }) => byId("answers").classList.toggle("plain", !target.checked));
 byId("answers").addEventListener("retry", ({ detail }) => run(detail));

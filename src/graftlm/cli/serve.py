@@ -198,7 +198,8 @@ def _run(
         url = url_of(listener, scheme="http" if tls is None else "https")
         typer.echo(f"{_names(llm)} at {url}/v1")
         if show_request:
-            typer.echo(f"\nOpen {url}/ in a browser, or try it:\n\n{_curl(url, next(iter(llm.adapters), llm.model_name))}\n")
+            curl = _curl(url, next(iter(llm.adapters), llm.model_name))
+            typer.echo(f"\nOpen {url}/ in a browser, or try it:\n\n{curl}\n")
 
     # Uvicorn raises the signal again once it is through, for whoever ran it: nobody, and the exit code is 0.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -8,25 +8,13 @@
 //
 // Every element of y is summed over k in one order, whatever the number of rows: a row's result does not depend on its
 // neighbours.
-#include <vector>
-
 #include "graft.h"
-#include "parallel.h"
-#include "simd.h"
-
-#if defined(__AVX512BF16__) || defined(__AMX_BF16__)
-#include <immintrin.h>
-#endif
+#include "panels.h"
 
 namespace graft {
 namespace {
 
-constexpr int kPanel = 16;
-constexpr int kVectors = kPanel / kLanes;  // per panel
-constexpr int kDepth = 32;                 // what K is padded to in bfloat16
 constexpr int64_t kRowBlock = 256;         // rows of x that stay in the second-level cache
-
-int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 // ---- packing
 
@@ -104,52 +92,10 @@ void unpack_rows(T *out, const T *packed, const int64_t *ids, int64_t count, int
 
 // What all tiles of a call have in common. T is the type of x and y as the caller has them.
 template <typename T> struct Product {
-    T *out;
+    Output<T> output;
     const T *packed;
-    const T *bias;  // or null
     int64_t rows, columns, depth;  // y is [rows, columns], depth is K as packed
-    int64_t out_stride;
 };
-
-template <typename T> void finish(const Product<T> &product, int64_t row, int64_t column, Vec total) {
-    int count = int(std::min<int64_t>(product.columns - column, kLanes));
-    if (count <= 0) return;
-    if (product.bias) total += load_some(product.bias + column, count);
-    store_some(product.out + row * product.out_stride + column, total, count);
-}
-
-// Both columns k and k + 1 of a bfloat16 panel, or one column of a float32 panel.
-template <int R, int V> void multiply(Vec (&total)[R][V], const float *panel, const float *x, int64_t stride) {
-    for (int v = 0; v < V; v++) {
-        Vec weight = load(panel + v * kLanes);
-        for (int r = 0; r < R; r++) total[r][v] += weight * x[r * stride];
-    }
-}
-
-template <int R, int V> void multiply(Vec (&total)[R][V], const bf16 *panel, const float *x, int64_t stride) {
-    for (int v = 0; v < V; v++) {
-        UintVec pair;
-        std::memcpy(&pair, panel + v * kLanes * 2, sizeof pair);
-        Vec even = (Vec)(pair << 16), odd = (Vec)(pair & 0xffff0000u);
-        for (int r = 0; r < R; r++) {
-            total[r][v] += even * x[r * stride];
-            total[r][v] += odd * x[r * stride + 1];
-        }
-    }
-}
-
-#if defined(__AVX512BF16__)
-template <int R, int V> void multiply(Vec (&total)[R][V], const bf16 *panel, const bf16 *x, int64_t stride) {
-    for (int v = 0; v < V; v++) {
-        __m512bh weight = (__m512bh)_mm512_loadu_si512(panel + v * kLanes * 2);
-        for (int r = 0; r < R; r++) {
-            int32_t pair;
-            std::memcpy(&pair, x + r * stride, 4);
-            total[r][v] = (Vec)_mm512_dpbf16_ps((__m512)total[r][v], weight, (__m512bh)_mm512_set1_epi32(pair));
-        }
-    }
-}
-#endif
 
 // R rows by P panels. X is the type the rows of x are read as.
 template <int R, int P, typename T, typename X>
@@ -163,7 +109,7 @@ void tile(const Product<T> &product, const X *x, int64_t x_stride, int64_t row, 
     for (int p = 0; p < P; p++)
         for (int r = 0; r < R; r++)
             for (int v = 0; v < kVectors; v++)
-                finish(product, row + r, (panel + p) * kPanel + v * kLanes, total[p][r][v]);
+                product.output.finish(row + r, (panel + p) * kPanel + v * kLanes, total[p][r][v]);
 }
 
 // As many panels beside each other as the registers hold for R rows.
@@ -200,27 +146,10 @@ void multiply_rows(const Product<T> &product, const X *x, int64_t x_stride, int 
 }
 
 #if defined(__AMX_BF16__)
-struct TileConfig {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t column_bytes[16] = {};
-    uint8_t rows[16] = {};
-};
-
-// Tiles 0-3 hold sums: two of rows by two panels. 4 and 5 hold x, 6 and 7 the panels.
-void configure(int upper, int lower) {
-    TileConfig config;
-    const int rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
-    for (int index = 0; index < 8; index++) {
-        config.column_bytes[index] = rows[index] ? 64 : 0;
-        config.rows[index] = uint8_t(rows[index]);
-    }
-    _tile_loadconfig(&config);
-}
-
 void finish_tile(const Product<bf16> &product, const float *sums, int64_t row, int rows, int64_t panel) {
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < kVectors; v++)
-            finish(product, row + r, panel * kPanel + v * kLanes, load(sums + r * kPanel + v * kLanes));
+            product.output.finish(row + r, panel * kPanel + v * kLanes, load(sums + r * kPanel + v * kLanes));
 }
 
 // Up to 32 rows by up to two panels.
@@ -288,18 +217,6 @@ void multiply_in_tiles(const Product<bf16> &product, const bf16 *x, int64_t x_st
 }
 #endif
 
-// x as the kernels of this level read it: padded to the packed depth, and in float32 where bfloat16 has no product.
-template <typename X, typename T>
-const X *prepared(std::vector<X> &scratch, const T *x, int64_t rows, int64_t columns, int64_t depth, int64_t stride) {
-    scratch.resize(size_t(rows * depth));
-    for (int64_t row = 0; row < rows; row++) {
-        X *to = scratch.data() + row * depth;
-        for (int64_t k = 0; k < columns; k++) to[k] = narrow<X>(widen(x[row * stride + k]));
-        for (int64_t k = columns; k < depth; k++) to[k] = narrow<X>(0.0f);
-    }
-    return scratch.data();
-}
-
 void linear(const Product<float> &product, const float *x, int64_t columns, int64_t stride, int threads) {
     (void)columns;
     multiply_rows(product, x, stride, threads);
@@ -327,7 +244,7 @@ void linear(const Product<bf16> &product, const bf16 *x, int64_t columns, int64_
 template <typename T>
 void linear(T *out, const T *x, const T *packed, const T *bias, int64_t rows, int64_t columns, int64_t depth,
             int64_t x_stride, int64_t out_stride, int threads) {
-    Product<T> product{out, packed, bias, rows, columns, packed_columns<T>(depth), out_stride};
+    Product<T> product{{out, bias, columns, out_stride}, packed, rows, columns, packed_columns<T>(depth)};
     linear(product, x, depth, x_stride, threads);
 }
 

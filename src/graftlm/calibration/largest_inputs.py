@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graftlm.errors import CheckpointError
+from graftlm.kernels.grouped_codes import GroupedCodes
 from graftlm.layers.patch import Slot
 from graftlm.models.decoder import Decoder
 from graftlm.quantization import Weight
@@ -63,6 +64,9 @@ class _ObservedWeight:
     @property
     def format(self) -> str:
         return self._weight.format
+
+    def grouped_codes(self) -> GroupedCodes | None:
+        return self._weight.grouped_codes()
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.numel():

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from graftlm.kernels.grouped_codes import GroupedCodes
 from graftlm.kernels.reference.activation import Activation
 from graftlm.kernels.reference.attention_scores import AttentionScores
 from graftlm.kernels.reference.lora import LoraSegment
@@ -62,6 +63,7 @@ class Kernels:
 
     name: for people.
     pack: lay out a matrix [out, in] for good, or None where it is best left as it is.
+    pack_codes: the same for a matrix of codes, and the dtype of inputs and results; None where codes have no product.
     """
 
     name: str
@@ -78,3 +80,4 @@ class Kernels:
     plan_attention: PlanAttention
     paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionPlan, AttentionScores], Tensor]
     pack: Callable[[Tensor], PackedMatrix | None]
+    pack_codes: Callable[[GroupedCodes, torch.dtype], PackedMatrix | None] | None

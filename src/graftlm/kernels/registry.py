@@ -52,6 +52,7 @@ REFERENCE = Kernels(
     plan_attention=plan_attention,
     paged_attention=paged_attention,
     pack=keep_unpacked,
+    pack_codes=None,
 )
 
 DETERMINISTIC = replace(

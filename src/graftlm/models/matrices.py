@@ -15,6 +15,7 @@ from graftlm.models.stored_weights import StoredWeights
 from graftlm.models.tensor_share import MatrixShare
 from graftlm.quantization import DenseWeight, StackedWeight, Weight
 from graftlm.quantization.bitsandbytes.mixed_int8_weight import with_outliers
+from graftlm.quantization.coded import coded_weight
 from graftlm.quantization.format import Quantizer
 from graftlm.quantization.own_memory import with_own_memory
 from graftlm.quantization.packed import dense_weight
@@ -87,6 +88,7 @@ class Matrices:
         ]
         if share is not None:
             parts = _cut_parts(parts, share)
+        parts = [coded_weight(part, self._kernels, dtype=self._dtype) for part in parts]
         return parts[0] if len(parts) == 1 else StackedWeight(parts)
 
     def _is_kept(self, module: ModuleLayout) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -26,6 +27,15 @@ class ColumnGroups:
         if values.shape[1] == 1:
             return values.expand(-1, self.columns)
         return values.repeat_interleave(self.size, dim=1)[:, : self.columns]
+
+    def in_groups(self) -> Tensor | None:
+        """The columns sorted by their groups, int64 [columns], where these are of `size` columns each, except that the
+        last may have fewer; None where that is not so, or they are consecutive anyway."""
+        if self.index is None:
+            return None
+        order = self.index.argsort(stable=True)
+        expected = torch.arange(self.columns, dtype=self.index.dtype, device=order.device) // self.size
+        return order if torch.equal(self.index[order], expected) else None
 
     @property
     def num_bytes(self) -> int:

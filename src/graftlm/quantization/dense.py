@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from graftlm.kernels import ops
+from graftlm.kernels.grouped_codes import GroupedCodes
 
 
 class DenseWeight:
@@ -41,3 +42,6 @@ class DenseWeight:
 
     def dequantize(self) -> Tensor:
         return self._matrix
+
+    def grouped_codes(self) -> GroupedCodes | None:
+        return None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graftlm.errors import CheckpointError
+from graftlm.kernels.grouped_codes import GroupedCodes
 from graftlm.quantization.column_part import dense_columns
 from graftlm.quantization.dequantized import dequantized_matmul
 from graftlm.quantization.format import StoredTensors
@@ -64,6 +65,9 @@ class GGUFWeight:
 
     def dequantize(self) -> Tensor:
         return self._unpacked(self._packed)
+
+    def grouped_codes(self) -> GroupedCodes | None:
+        return None
 
     def _unpacked(self, packed: Tensor) -> Tensor:
         blocks = packed.reshape(-1, self._block_type.num_bytes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graftlm.kernels.grouped_codes import SIGNED_BYTES, SIGNED_NIBBLES, GroupedCodes, PlainValues
 from graftlm.quantization.column_groups import ColumnGroups
 from graftlm.quantization.gptq_layout import gptq_tensors
 from graftlm.quantization.packed_codes import PackedCodes
@@ -47,6 +48,25 @@ class GroupedIntegers(RowWeight):
         # int16 holds the difference exactly and takes half of what float32 would.
         steps = self.codes.unpack().to(torch.int16).sub_(self.columns.spread(self.zero.to(torch.int16)))
         return steps.float().mul_(self.columns.spread(self.scale.float()))
+
+    def grouped_codes(self) -> GroupedCodes | None:
+        order = self.columns.in_groups()
+        if order is None and self.columns.index is not None:
+            return None
+        bits, table = (4, SIGNED_NIBBLES) if self.codes.bits <= 4 else (8, SIGNED_BYTES)
+        # Symmetric codes have their zero in the middle: so it is the table that takes it away.
+        middle = 1 << (self.codes.bits - 1)
+        codes = self.codes.unpack() + ((1 << (bits - 1)) - middle)
+        zero = self.zero.to(torch.int16) - middle
+        return GroupedCodes(
+            codes=codes if order is None else codes[:, order],
+            bits=bits,
+            table=table,
+            scale=PlainValues(stored=self.scale),
+            group_size=self.columns.size,
+            zero=zero if zero.any() else None,
+            order=order,
+        )
 
     def stored_tensors(self) -> dict[str, Tensor]:
         """As `StorableWeight`: GPTQ's, version 1.

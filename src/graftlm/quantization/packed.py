@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graftlm.kernels.grouped_codes import GroupedCodes
 from graftlm.kernels.kernel_set import Kernels, PackedMatrix
 from graftlm.quantization.column_part import dense_columns
 from graftlm.quantization.dense import DenseWeight
@@ -56,3 +57,6 @@ class PackedWeight:
 
     def dequantize(self) -> Tensor:
         return self._matrix.rows(torch.arange(self.shape[0]))
+
+    def grouped_codes(self) -> GroupedCodes | None:
+        return None

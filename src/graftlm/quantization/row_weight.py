@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from graftlm.kernels.grouped_codes import GroupedCodes
 from graftlm.quantization.column_part import dense_columns
 from graftlm.quantization.dequantized import decode_in_slabs, dequantized_matmul
 from graftlm.quantization.weight import Weight
@@ -63,3 +64,6 @@ class RowWeight(ABC):
         return decode_in_slabs(
             lambda start, stop: self.part(start, stop).decode(), shape=self.shape, dtype=self.dtype, device=self.device
         )
+
+    def grouped_codes(self) -> GroupedCodes | None:
+        return None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from graftlm.kernels.grouped_codes import GroupedCodes
 from graftlm.quantization.weight import Weight
 
 
@@ -64,6 +65,9 @@ class StackedWeight:
 
     def dequantize(self) -> Tensor:
         return torch.cat([part.dequantize() for part in self._parts])
+
+    def grouped_codes(self) -> GroupedCodes | None:
+        return None
 
     def _spans(self) -> list[tuple[int, int, Weight]]:
         return list(zip(self._starts, self._starts[1:], self._parts, strict=False))

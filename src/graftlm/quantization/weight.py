@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from graftlm.kernels.grouped_codes import GroupedCodes
+
 
 class Weight(Protocol):
     """A matrix [out, in] in some storage format."""
@@ -48,4 +50,9 @@ class Weight(Protocol):
 
     def dequantize(self) -> Tensor:
         """The whole matrix in the compute dtype, [out, in]."""
+        ...
+
+    def grouped_codes(self) -> GroupedCodes | None:
+        """The matrix as codes that give `dequantize()`, to the bit, once cast; None where it is not made of such. Takes
+        a byte for each element."""
         ...

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from graftlm.kernels.cpu.attention import AttentionKernels
-from graftlm.kernels.cpu.calls import takes
+from graftlm.kernels.cpu.calls import DTYPE_CODES, takes
+from graftlm.kernels.cpu.coded_matrix import CodedMatrix, takes_codes
 from graftlm.kernels.cpu.elementwise import ElementwiseKernels
 from graftlm.kernels.cpu.library import Library
 from graftlm.kernels.cpu.lora import LoraKernels
 from graftlm.kernels.cpu.packed_matrix import PackedMatrix
+from graftlm.kernels.grouped_codes import GroupedCodes
 from graftlm.kernels.kernel_set import Kernels
 
 
@@ -26,6 +29,9 @@ def cpu_kernels(library: Library, rest: Kernels, *, deterministic: bool = False)
     def pack(matrix: Tensor) -> PackedMatrix | None:
         return PackedMatrix(library, matrix) if takes(matrix) and matrix.is_contiguous() else None
 
+    def pack_codes(codes: GroupedCodes, dtype: torch.dtype) -> CodedMatrix | None:
+        return CodedMatrix(library, codes, dtype) if dtype in DTYPE_CODES and takes_codes(codes) else None
+
     return replace(
         rest,
         name=f"C++ ({library.level}), {rest.name}",
@@ -39,4 +45,5 @@ def cpu_kernels(library: Library, rest: Kernels, *, deterministic: bool = False)
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
         pack=pack,
+        pack_codes=pack_codes,
     )

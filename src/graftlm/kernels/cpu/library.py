@@ -30,15 +30,18 @@ _ARGUMENTS: dict[str, Sequence[Any]] = {
     "graft_activate": (_POINTER, _POINTER, _INT, _INT, _LONG, _INT),
     "graft_advise_huge_pages": (_POINTER, _LONG),
     "graft_apply_rotary": (_POINTER,) * 4 + (_INT,) + (_LONG,) * 6 + (_INT,),
+    "graft_coded_linear": (_POINTER,) * 4 + (_INT,) + (_LONG,) * 3 + (_INT,),
     "graft_gated_activation": (_POINTER, _POINTER, _INT, _INT, _LONG, _LONG, _INT),
     "graft_layer_norm": (_POINTER,) * 4 + (_INT, _LONG, _LONG, _FLOAT, _INT),
     "graft_linear": (_POINTER,) * 4 + (_INT,) + (_LONG,) * 5 + (_INT,),
     "graft_lora": (_POINTER,) * 3 + (_LONG, _INT, _INT) + (_LONG,) * 4 + (_INT,),
     "graft_pack": (_POINTER, _POINTER, _INT, _LONG, _LONG, _INT),
+    "graft_pack_codes": (_POINTER, _POINTER, _INT, _LONG, _LONG, _INT),
     "graft_paged_attention": (_POINTER,) * 5 + (_LONG, _POINTER, _POINTER, _INT, _INT, _INT),
     "graft_request_tiles": (),
     "graft_rms_norm": (_POINTER,) * 3 + (_INT, _INT, _LONG, _LONG, _FLOAT, _INT),
     "graft_unpack_rows": (_POINTER,) * 3 + (_INT, _LONG, _LONG, _INT),
+    "graft_unpack_codes": (_POINTER,) * 3 + (_INT, _LONG, _LONG, _INT),
     "graft_write_kv": (_POINTER,) * 3 + (_INT,) + (_LONG,) * 5 + (_INT,),
 }
 
@@ -51,6 +54,9 @@ class Library:
         self.packed_size = functions.graft_packed_size
         self.packed_size.argtypes = (_INT, _LONG, _LONG)
         self.packed_size.restype = _LONG
+        self.packed_code_bytes = functions.graft_packed_code_bytes
+        self.packed_code_bytes.argtypes = (_INT, _LONG, _LONG)
+        self.packed_code_bytes.restype = _LONG
         for name, arguments in _ARGUMENTS.items():
             function = getattr(functions, name)
             function.argtypes = arguments

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from graftlm.kernels.grouped_codes import CodedValues, GroupValues, PlainValues
+
 
 class BlockScales(Protocol):
     """One float32 scale per block, in the order of the flattened matrix."""
@@ -21,6 +23,10 @@ class BlockScales(Protocol):
 
     def at(self, blocks: Tensor) -> Tensor:
         """Scales of some blocks. blocks: int64, any shape -> float32, same shape."""
+        ...
+
+    def by_row(self, rows: int) -> GroupValues:
+        """The same, where every row is as many whole blocks."""
         ...
 
     def part(self, start: int, stop: int) -> BlockScales:
@@ -47,6 +53,9 @@ class PlainScales:
 
     def at(self, blocks: Tensor) -> Tensor:
         return self.absmax[blocks]
+
+    def by_row(self, rows: int) -> PlainValues:
+        return PlainValues(stored=self.absmax.view(rows, -1))
 
     def part(self, start: int, stop: int) -> PlainScales:
         return PlainScales(absmax=self.absmax[start:stop])
@@ -80,6 +89,16 @@ class NestedScales:
     def at(self, blocks: Tensor) -> Tensor:
         groups = (blocks + self.skip) // self.block_size
         return self.table[self.codes[blocks].int()] * self.absmax[groups] + self.offset
+
+    def by_row(self, rows: int) -> CodedValues:
+        return CodedValues(
+            codes=self.codes.view(rows, -1),
+            table=self.table,
+            factors=self.absmax,
+            block_size=self.block_size,
+            skip=self.skip,
+            offset=self.offset,
+        )
 
     def part(self, start: int, stop: int) -> NestedScales:
         first, last = self.skip + start, self.skip + stop

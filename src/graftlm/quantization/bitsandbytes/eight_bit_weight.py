@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from graftlm.kernels.grouped_codes import SIGNED_BYTES, GroupedCodes, PlainValues
 from graftlm.quantization.dequantized import decode_in_slabs, dequantized_matmul
 
 
@@ -73,6 +74,16 @@ class EightBitWeight:
     def columns(self, ids: Tensor) -> Tensor:
         """Columns of the matrix, float32 [out, T]. ids: int64 [T]."""
         return _decode(self.codes[:, ids], self.absmax)
+
+    def grouped_codes(self) -> GroupedCodes:
+        return GroupedCodes(
+            codes=self.codes.view(torch.uint8) ^ 128,
+            bits=8,
+            table=SIGNED_BYTES,
+            scale=PlainValues(stored=self.absmax.unsqueeze(1)),
+            group_size=self.shape[1],
+            factor=1 / 127,
+        )
 
     def stored_tensors(self) -> dict[str, Tensor]:
         """As `StorableWeight`."""

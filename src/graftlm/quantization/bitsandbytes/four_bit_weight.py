@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from graftlm.kernels.grouped_codes import GroupedCodes
 from graftlm.quantization.bitsandbytes.block_scales import BlockScales, NestedScales, PlainScales
 from graftlm.quantization.bitsandbytes.code_tables import FourBitType
 from graftlm.quantization.bitsandbytes.quant_state import NestedState, QuantState
@@ -96,6 +97,18 @@ class FourBitWeight:
             shape=self.shape,
             dtype=self.dtype,
             device=self.codes.device,
+        )
+
+    def grouped_codes(self) -> GroupedCodes | None:
+        rows, columns = self.shape
+        if self.skip or columns % self.block_size:
+            return None
+        return GroupedCodes(
+            codes=torch.stack([self.codes >> 4, self.codes & 15], dim=1).view(rows, columns),
+            bits=4,
+            table=self.table,
+            scale=self.scales.by_row(rows),
+            group_size=self.block_size,
         )
 
     def stored_tensors(self) -> dict[str, Tensor]:

@@ -1,0 +1,586 @@
+// y = x W^T + b for weights that are kept as codes of four or eight bits, with a scale for each group of a row's columns:
+//   w[n, k] = (value(code[n, k]) - zero[n, g]) * scale[n, g] * factor + minimum[n, g], g the group of column k
+//
+// Codes lie in panels of 16 rows, as linear.cpp has them:
+//   four bits   [N / 16][K / 8] units of 64 bytes: 16 rows of two 16-bit words, for even and odd columns; the lowest
+//               nibble of a word is the first of its four columns. A shift and one table look-up give [16][2] values.
+//   eight bits  [N / 16][K / 2][16][2], signed
+// Scales, zeros and minima are [N / 16][groups][16].
+//
+// Panels are decoded to float32 or bfloat16 a few columns at a time, without their scales, and multiplied as dense ones
+// are. A scale is applied in float32 to the sum over its piece, at most kPieceColumns of one group; zero and minimum to
+// the sum of x over it. That order is the same for any number of rows: a row's result does not depend on its neighbours.
+#include <type_traits>
+#include <vector>
+
+#include "graft.h"
+#include "panels.h"
+
+namespace graft {
+
+// Numbers of a matrix, one for each row and group. types: 0 float32; 1 float16; 2 coded, that is
+// table[code] * factors[(row * groups + group + skip) / block_size] + offset with codes of eight bits.
+struct Values {
+    const void *data;
+    const float *table, *factors;
+    int64_t skip, block_size;
+    float offset;
+    int32_t type;
+};
+
+// A matrix W of [rows, columns]. table: the values of the 16 codes, or null where codes are signed integers of eight
+// bits. zero, minimum.data: or null.
+struct CodedMatrix {
+    int64_t rows, columns, group_size;
+    const uint8_t *codes;
+    const float *table;
+    const int8_t *zero;
+    Values scale, minimum;
+    float factor;
+};
+
+namespace {
+
+constexpr int64_t kTogether = 4;         // panels that are decoded together
+constexpr int64_t kPieceColumns = 128;   // columns that are summed before their scale is applied, at most
+constexpr int64_t kFewRows = 32;         // up to here what is decoded at once stays in the first-level cache
+constexpr int64_t kManyBytes = 512 << 10;  // of decoded panels, in the second-level cache
+constexpr int64_t kRowBlock = 256;
+
+// What panels of a call's dtype are decoded to, and x is read as.
+template <typename T> struct Work {
+    using Type = float;
+};
+#if defined(__AVX512BF16__)
+template <> struct Work<bf16> {
+    using Type = bf16;
+};
+#endif
+
+// ---- codes
+
+// Bytes of a panel.
+int64_t panel_bytes(int64_t columns, int bits) { return bits == 8 ? (columns + 1) / 2 * 32 : (columns + 7) / 8 * 64; }
+
+// Where in its panel a code lies: the byte, and the lowest bit in it.
+struct Place {
+    int64_t byte;
+    int shift;
+};
+Place place(int64_t lane, int64_t k, int bits) {
+    if (bits == 8) return {k / 2 * 32 + lane * 2 + k % 2, 0};
+    int64_t pair = k % 8 / 2;
+    return {k / 8 * 64 + lane * 4 + k % 2 * 2 + pair / 2, int(pair % 2 * 4)};
+}
+
+void pack(uint8_t *packed, const uint8_t *codes, int bits, int64_t rows, int64_t columns, int threads) {
+    int64_t size = panel_bytes(columns, bits);
+    parallel((rows + kPanel - 1) / kPanel, threads, [=](int64_t start, int64_t stop) {
+        for (int64_t panel = start; panel < stop; panel++) {
+            uint8_t *to = packed + panel * size;
+            std::memset(to, 0, size_t(size));
+            for (int64_t lane = 0; lane < std::min<int64_t>(kPanel, rows - panel * kPanel); lane++) {
+                const uint8_t *row = codes + (panel * kPanel + lane) * columns;
+                for (int64_t k = 0; k < columns; k++) {
+                    Place at = place(lane, k, bits);
+                    to[at.byte] |= uint8_t(row[k] << at.shift);
+                }
+            }
+        }
+    });
+}
+
+void unpack(uint8_t *out, const uint8_t *packed, const int64_t *ids, int bits, int64_t count, int64_t columns,
+            int threads) {
+    int64_t size = panel_bytes(columns, bits);
+    uint8_t mask = bits == 8 ? 255 : 15;
+    parallel(count, threads_for(count * columns, threads), [=](int64_t start, int64_t stop) {
+        for (int64_t index = start; index < stop; index++) {
+            const uint8_t *panel = packed + ids[index] / kPanel * size;
+            for (int64_t k = 0; k < columns; k++) {
+                Place at = place(ids[index] % kPanel, k, bits);
+                out[index * columns + k] = (panel[at.byte] >> at.shift) & mask;
+            }
+        }
+    });
+}
+
+// ---- decoding
+
+#if defined(__AVX512F__)
+struct Table {
+    __m512 values;
+    explicit Table(const float *from) : values(_mm512_loadu_ps(from)) {}
+    // The lowest four bits of each index count.
+    Vec operator[](UintVec index) const { return (Vec)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)index, values); }
+};
+#elif defined(__AVX2__)
+struct Table {
+    __m256 low, high;
+    explicit Table(const float *from) : low(_mm256_loadu_ps(from)), high(_mm256_loadu_ps(from + 8)) {}
+    Vec operator[](UintVec index) const {
+        __m256 below = _mm256_permutevar8x32_ps(low, (__m256i)index);
+        __m256 above = _mm256_permutevar8x32_ps(high, (__m256i)index);
+        return (Vec)_mm256_blendv_ps(below, above, (__m256)(index << 28));
+    }
+};
+#else
+struct Table {
+    const float *values;
+    explicit Table(const float *from) : values(from) {}
+    Vec operator[](UintVec index) const {
+        Vec out;
+        for (int lane = 0; lane < kLanes; lane++) out[lane] = values[index[lane] & 15];
+        return out;
+    }
+};
+#endif
+
+// Ahead of what is read: about what memory delivers while a request for it is under way.
+constexpr int64_t kAhead = 1024;
+
+void decode_nibbles(float *to, const uint8_t *codes, int64_t units, const float *values) {
+    Table table(values);
+    for (int64_t unit = 0; unit < units; unit++, codes += 64, to += 8 * kPanel) {
+        __builtin_prefetch(codes + kAhead);
+        for (int v = 0; v < kVectors; v++) {
+            UintVec words;
+            std::memcpy(&words, codes + v * kLanes * 4, sizeof words);
+            for (int pair = 0; pair < 4; pair++) {
+                store(to + pair * 2 * kPanel + v * kLanes, table[words >> (4 * pair)]);
+                store(to + (pair * 2 + 1) * kPanel + v * kLanes, table[words >> (16 + 4 * pair)]);
+            }
+        }
+    }
+}
+
+void widen_pair(const uint8_t *codes, Vec &even, Vec &odd) {
+    HalfVec pairs;
+    std::memcpy(&pairs, codes, sizeof pairs);
+    UintVec words = __builtin_convertvector(pairs, UintVec);
+    even = __builtin_convertvector((IntVec)(words << 24) >> 24, Vec);
+    odd = __builtin_convertvector((IntVec)(words << 16) >> 24, Vec);
+}
+
+void decode_bytes(float *to, const uint8_t *codes, int64_t units) {
+    for (int64_t unit = 0; unit < units; unit++, codes += 32, to += 2 * kPanel) {
+        __builtin_prefetch(codes + kAhead);
+        for (int v = 0; v < kVectors; v++) {
+            Vec even, odd;
+            widen_pair(codes + v * kLanes * 2, even, odd);
+            store(to + v * kLanes, even);
+            store(to + kPanel + v * kLanes, odd);
+        }
+    }
+}
+
+#if defined(__AVX512BF16__)
+void decode_nibbles(bf16 *to, const uint8_t *codes, int64_t units, const float *values) {
+    bf16 rounded[32];
+    for (int index = 0; index < 32; index++) rounded[index] = narrow<bf16>(values[index % 16]);
+    // Twice the same 16, since an index has five bits, of which the highest belongs to the next column.
+    __m512i table = _mm512_loadu_si512(rounded);
+    for (int64_t unit = 0; unit < units; unit++, codes += 64, to += 8 * kPanel) {
+        __builtin_prefetch(codes + kAhead);
+        __m512i words = _mm512_loadu_si512(codes);
+        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(words, table));
+        _mm512_storeu_si512(to + 2 * kPanel, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table));
+        _mm512_storeu_si512(to + 4 * kPanel, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table));
+        _mm512_storeu_si512(to + 6 * kPanel, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table));
+    }
+}
+
+// Integers of eight bits are bfloat16 values.
+void decode_bytes(bf16 *to, const uint8_t *codes, int64_t units) {
+    for (int64_t unit = 0; unit < units; unit++, codes += 32, to += 2 * kPanel) {
+        __builtin_prefetch(codes + kAhead);
+        Vec even, odd;
+        widen_pair(codes, even, odd);
+        UintVec both = ((UintVec)even >> 16) | (UintVec)odd;
+        std::memcpy(to, &both, sizeof both);
+    }
+}
+#endif
+
+Vec widen_half(const void *from) {
+    HalfVec halves;
+    std::memcpy(&halves, from, sizeof halves);
+    UintVec bits = __builtin_convertvector(halves, UintVec);
+    // The exponent's bias grows from 15 to 127; subnormals become normal by the way.
+    Vec magnitude = (Vec)((bits & 0x7fffu) << 13) * 0x1p112f;
+    return (Vec)((UintVec)magnitude | (bits & 0x8000u) << 16);
+}
+
+// Of one group, the rows of a panel from lane v * kLanes on.
+Vec value_at(const Values &values, int64_t panel, int64_t group, int64_t groups, int64_t rows, int v) {
+    int64_t at = (panel * groups + group) * kPanel + v * kLanes;
+    if (values.type == 0) return load((const float *)values.data + at);
+    if (values.type == 1) return widen_half((const uint16_t *)values.data + at);
+    float out[kLanes];
+    for (int lane = 0; lane < kLanes; lane++) {
+        int64_t row = std::min(panel * kPanel + v * kLanes + lane, rows - 1);
+        int64_t block = (row * groups + group + values.skip) / values.block_size;
+        out[lane] = values.table[((const uint8_t *)values.data)[at + lane]] * values.factors[block] + values.offset;
+    }
+    return load(out);
+}
+
+// ---- the product
+
+// Numbers that begin where a cache line does: one that straddles two costs both.
+template <typename W> class Lines {
+  public:
+    explicit Lines(size_t count) : lines_((count * sizeof(W) + 63) / 64) {}
+    W *data() { return reinterpret_cast<W *>(lines_.data()); }
+    const W *data() const { return reinterpret_cast<const W *>(lines_.data()); }
+    size_t size() const { return lines_.size() * 64 / sizeof(W); }
+
+  private:
+    struct alignas(64) Line {
+        char bytes[64];
+    };
+    std::vector<Line> lines_;
+};
+
+// Columns of one group that are summed before their scale is applied.
+struct Piece {
+    int64_t start, columns, group;
+};
+
+std::vector<Piece> cut(int64_t columns, int64_t group_size) {
+    std::vector<Piece> pieces;
+    for (int64_t start = 0; start < columns; start += pieces.back().columns) {
+        int64_t group = start / group_size, stop = std::min((group + 1) * group_size, columns);
+        pieces.push_back({start, std::min(stop - start, kPieceColumns), group});
+    }
+    return pieces;
+}
+
+// Columns that a piece takes once decoded: tiles read 32 at a time.
+template <typename W> int64_t decoded_columns(const Piece &piece) {
+    return round_up(piece.columns, sizeof(W) == 2 ? kDepth : 8);
+}
+
+template <typename T> struct CodedProduct {
+    using W = typename Work<T>::Type;
+
+    const CodedMatrix &matrix;
+    Output<T> output;
+    const W *x;
+    int64_t x_stride, rows;
+    std::vector<Piece> pieces;
+    std::vector<float> x_sums;  // [rows][pieces], where the matrix has zeros or minima
+    int64_t capacity;           // decoded columns of a panel that are held at once
+
+    int64_t groups() const { return (matrix.columns + matrix.group_size - 1) / matrix.group_size; }
+    bool shifted() const { return matrix.zero || matrix.minimum.data; }
+};
+
+// Some pieces of up to kTogether panels, decoded, and sums for the rows of a block.
+template <typename T> class Decoded {
+  public:
+    using W = typename Work<T>::Type;
+
+    explicit Decoded(const CodedProduct<T> &product)
+        : product_(product),
+          panels_(size_t(kTogether * product.capacity * kPanel)),
+          scales_(kTogether * product.pieces.size() * kPanel),
+          shifts_(product.shifted() ? scales_.size() : 0),
+          totals_(size_t(std::min(product.rows, kRowBlock) * kTogether * kPanel)) {}
+
+    // All rows of the block, with panels [start, stop).
+    void multiply_block(int64_t row, int64_t row_stop, int64_t start, int64_t stop) {
+        std::fill_n(totals_.data(), totals_.size(), 0.0f);
+        row_ = row, panel_ = start, count_ = stop - start;
+        size_t done = 0;
+        while (done < product_.pieces.size()) {
+            first_ = done;
+            int64_t held = 0;
+            while (done < product_.pieces.size() &&
+                   held + decoded_columns<W>(product_.pieces[done]) <= product_.capacity)
+                held += decoded_columns<W>(product_.pieces[done++]);
+            last_ = done;
+            decode();
+            multiply_rows(row_stop);
+        }
+        for (int64_t r = row; r < row_stop; r++)
+            for (int64_t p = 0; p < count_; p++)
+                for (int v = 0; v < kVectors; v++)
+                    product_.output.finish(r, (panel_ + p) * kPanel + v * kLanes, load(total(r, p) + v * kLanes));
+    }
+
+  private:
+    W *panel(int64_t p) { return panels_.data() + p * product_.capacity * kPanel; }
+    float *total(int64_t row, int64_t p) { return totals_.data() + ((row - row_) * kTogether + p) * kPanel; }
+    int64_t value_index(int64_t p, size_t piece) const {
+        return (p * int64_t(product_.pieces.size()) + int64_t(piece)) * kPanel;
+    }
+
+    void decode() {
+        for (int64_t p = 0; p < count_; p++) {
+            W *to = panel(p);
+            for (size_t index = first_; index < last_; index++) {
+                const Piece &piece = product_.pieces[index];
+                decode_piece(to, p, piece);
+                decode_values(p, index);
+                to += decoded_columns<W>(piece) * kPanel;
+            }
+        }
+    }
+
+    void decode_piece(W *to, int64_t p, const Piece &piece) {
+        const CodedMatrix &matrix = product_.matrix;
+        int64_t unit = matrix.table ? 8 : 2, units = (piece.columns + unit - 1) / unit;
+        const uint8_t *codes = matrix.codes + (panel_ + p) * panel_bytes(matrix.columns, matrix.table ? 4 : 8);
+        if (matrix.table)
+            decode_nibbles(to, codes + piece.start / 8 * 64, units, matrix.table);
+        else
+            decode_bytes(to, codes + piece.start / 2 * 32, units);
+        int64_t missing = decoded_columns<W>(piece) - units * unit;
+        std::memset(to + units * unit * kPanel, 0, size_t(missing * kPanel) * sizeof(W));
+    }
+
+    void decode_values(int64_t p, size_t index) {
+        const CodedMatrix &matrix = product_.matrix;
+        int64_t group = product_.pieces[index].group, groups = product_.groups();
+        for (int v = 0; v < kVectors; v++) {
+            Vec scale = value_at(matrix.scale, panel_ + p, group, groups, matrix.rows, v) * matrix.factor;
+            int64_t at = value_index(p, index) + v * kLanes;
+            store(scales_.data() + at, scale);
+            if (!product_.shifted()) continue;
+            Vec shift = splat(0.0f);
+            if (matrix.zero) {
+                const int8_t *zero = matrix.zero + ((panel_ + p) * groups + group) * kPanel + v * kLanes;
+                for (int lane = 0; lane < kLanes; lane++) shift[lane] = -float(zero[lane]);
+                shift = shift * scale;
+            }
+            if (matrix.minimum.data)
+                shift += value_at(matrix.minimum, panel_ + p, group, groups, matrix.rows, v);
+            store(shifts_.data() + at, shift);
+        }
+    }
+
+    // Takes a piece's sums into the totals.
+    void add(int64_t row, int64_t p, size_t index, int v, Vec sum) {
+        int64_t at = value_index(p, index) + v * kLanes;
+        float *to = total(row, p) + v * kLanes;
+        Vec value = load(to);
+        value += sum * load(scales_.data() + at);
+        if (product_.shifted())
+            value += load(shifts_.data() + at) * product_.x_sums[size_t(row) * product_.pieces.size() + index];
+        store(to, value);
+    }
+
+    // R rows by P panels.
+    template <int R, int P> void multiply_tile(int64_t row, int64_t p) {
+        constexpr int kStep = sizeof(W) == 2 ? 2 : 1;
+        const W *decoded = panel(p);
+        int64_t size = product_.capacity * kPanel;
+        for (size_t index = first_; index < last_; index++) {
+            const Piece &piece = product_.pieces[index];
+            const W *x = product_.x + row * product_.x_stride + piece.start;
+            Vec sums[P][R][kVectors] = {};
+            for (int64_t k = 0; k < piece.columns; k += kStep)
+                for (int q = 0; q < P; q++)
+                    multiply(sums[q], decoded + q * size + k * kPanel, x + k, product_.x_stride);
+            for (int q = 0; q < P; q++)
+                for (int r = 0; r < R; r++)
+                    for (int v = 0; v < kVectors; v++) add(row + r, p + q, index, v, sums[q][r][v]);
+            decoded += decoded_columns<W>(piece) * kPanel;
+        }
+    }
+
+    // As many panels beside each other as the registers hold for R rows.
+    template <int R> void multiply_panels(int64_t row) {
+        constexpr int kAccumulators = kLanes == 16 ? 24 : 12;
+        constexpr int kWanted = kAccumulators / (R * kVectors);
+        constexpr int P = kWanted >= 4 ? 4 : kWanted >= 2 ? 2 : 1;
+        int64_t p = 0;
+        for (; p + P <= count_; p += P) multiply_tile<R, P>(row, p);
+        for (; p < count_; p++) multiply_tile<R, 1>(row, p);
+    }
+
+#if defined(__AMX_BF16__)
+    void add_tile(const float *sums, int64_t row, int rows, int64_t p, size_t index) {
+        int64_t at = value_index(p, index);
+        Vec scale = load(scales_.data() + at);
+        float *to = total(row, p);
+        if (!product_.shifted()) {
+            for (int r = 0; r < rows; r++, to += kTogether * kPanel)
+                store(to, load(to) + load(sums + r * kPanel) * scale);
+            return;
+        }
+        Vec shift = load(shifts_.data() + at);
+        const float *x_sum = product_.x_sums.data() + size_t(row) * product_.pieces.size() + index;
+        for (int r = 0; r < rows; r++, to += kTogether * kPanel, x_sum += product_.pieces.size()) {
+            Vec value = load(to) + load(sums + r * kPanel) * scale;
+            store(to, value + shift * *x_sum);
+        }
+    }
+
+    // Up to 32 rows by up to two panels.
+    void multiply_in_tiles(int64_t row, int upper, int lower, int64_t p) {
+        bool two = p + 1 < count_;
+        const W *first = panel(p), *second = panel(p + 1);
+        int64_t bytes = product_.x_stride * 2;
+        alignas(64) float sums[4][16 * kPanel];
+        for (size_t index = first_; index < last_; index++) {
+            const Piece &piece = product_.pieces[index];
+            const W *top = product_.x + row * product_.x_stride + piece.start, *bottom = top + 16 * product_.x_stride;
+            _tile_zero(0);
+            _tile_zero(1);
+            if (lower) {
+                _tile_zero(2);
+                _tile_zero(3);
+            }
+            for (int64_t k = 0; k < piece.columns; k += kDepth) {
+                _tile_loadd(6, first + k * kPanel, 64);
+                _tile_loadd(4, top + k, bytes);
+                _tile_dpbf16ps(0, 4, 6);
+                if (two) {
+                    _tile_loadd(7, second + k * kPanel, 64);
+                    _tile_dpbf16ps(1, 4, 7);
+                }
+                if (lower) {
+                    _tile_loadd(5, bottom + k, bytes);
+                    _tile_dpbf16ps(2, 5, 6);
+                    if (two) _tile_dpbf16ps(3, 5, 7);
+                }
+            }
+            _tile_stored(0, sums[0], 64);
+            add_tile(sums[0], row, upper, p, index);
+            if (two) {
+                _tile_stored(1, sums[1], 64);
+                add_tile(sums[1], row, upper, p + 1, index);
+            }
+            if (lower) {
+                _tile_stored(2, sums[2], 64);
+                add_tile(sums[2], row + 16, lower, p, index);
+                if (two) {
+                    _tile_stored(3, sums[3], 64);
+                    add_tile(sums[3], row + 16, lower, p + 1, index);
+                }
+            }
+            first += decoded_columns<W>(piece) * kPanel;
+            second += decoded_columns<W>(piece) * kPanel;
+        }
+    }
+
+    void multiply_rows(int64_t row_stop) {
+        if constexpr (sizeof(W) == 2) {
+            for (int64_t row = row_; row < row_stop; row += 32) {
+                int height = int(std::min<int64_t>(32, row_stop - row));
+                int upper = std::min(height, 16), lower = height - upper;
+                if (height != configured_) configure(upper, lower);
+                configured_ = height;
+                for (int64_t p = 0; p < count_; p += 2) multiply_in_tiles(row, upper, lower, p);
+            }
+        } else {
+            multiply_in_vectors(row_stop);
+        }
+    }
+
+  public:
+    ~Decoded() {
+        if (configured_ >= 0) _tile_release();
+    }
+
+  private:
+    int configured_ = -1;
+#else
+    void multiply_rows(int64_t row_stop) { multiply_in_vectors(row_stop); }
+#endif
+
+    void multiply_in_vectors(int64_t row_stop) {
+        constexpr int kRows = kLanes == 16 ? 8 : kLanes == 8 ? 4 : 2;
+        int64_t row = row_;
+        for (; row + kRows <= row_stop; row += kRows) multiply_panels<kRows>(row);
+        for (; row + 4 <= row_stop; row += 4) multiply_panels<4>(row);
+        for (; row + 2 <= row_stop; row += 2) multiply_panels<2>(row);
+        for (; row < row_stop; row++) multiply_panels<1>(row);
+    }
+
+    const CodedProduct<T> &product_;
+    Lines<W> panels_;      // [kTogether][capacity][16]
+    Lines<float> scales_;  // [kTogether][pieces][16]
+    Lines<float> shifts_;
+    Lines<float> totals_;  // [rows][kTogether][16]
+    int64_t row_ = 0, panel_ = 0, count_ = 0;
+    size_t first_ = 0, last_ = 0;
+};
+
+template <typename T>
+void coded_linear(const CodedMatrix &matrix, T *out, const T *x, const T *bias, int64_t rows, int64_t x_stride,
+                  int64_t out_stride, int threads) {
+    using W = typename Work<T>::Type;
+    CodedProduct<T> product{
+        matrix, {out, bias, matrix.rows, out_stride}, nullptr, x_stride, rows, cut(matrix.columns, matrix.group_size), {}, 0};
+    // What is read of a row of x, and how much is decoded of a panel.
+    int64_t depth = matrix.columns, whole = 0;
+    for (const Piece &piece : product.pieces) {
+        if (sizeof(W) == 2) depth = std::max(depth, piece.start + decoded_columns<W>(piece));
+        whole += decoded_columns<W>(piece);
+    }
+    std::vector<W> scratch;
+    if constexpr (std::is_same_v<T, W>) {
+        product.x = x;
+        if (depth != matrix.columns) product.x = nullptr;
+    }
+    if (!product.x) {
+        product.x = prepared(scratch, x, rows, matrix.columns, depth, x_stride);
+        product.x_stride = depth;
+    }
+    if (product.shifted()) {
+        size_t count = product.pieces.size();
+        product.x_sums.resize(size_t(rows) * count);
+        for (int64_t row = 0; row < rows; row++)
+            for (size_t index = 0; index < count; index++) {
+                const Piece &piece = product.pieces[index];
+                float sum = 0.0f;
+                for (int64_t k = 0; k < piece.columns; k++)
+                    sum += widen(product.x[row * product.x_stride + piece.start + k]);
+                product.x_sums[size_t(row) * count + index] = sum;
+            }
+    }
+    int64_t held = rows <= kFewRows ? kPieceColumns : kManyBytes / int64_t(kTogether * kPanel * sizeof(W));
+    product.capacity = std::min(whole, held);
+    int64_t panels = (matrix.rows + kPanel - 1) / kPanel;
+    parallel((panels + kTogether - 1) / kTogether, threads_for(rows * matrix.rows * matrix.columns, threads),
+             [&](int64_t start, int64_t stop) {
+                 Decoded<T> decoded(product);
+                 for (int64_t row = 0; row < rows; row += kRowBlock)
+                     for (int64_t group = start; group < stop; group++)
+                         decoded.multiply_block(row, std::min(rows, row + kRowBlock), group * kTogether,
+                                                std::min(panels, (group + 1) * kTogether));
+             });
+}
+
+}  // namespace
+}  // namespace graft
+
+using namespace graft;
+
+// Bytes that codes of a [rows, columns] matrix take when packed. bits: 4 or 8.
+GRAFT_API int64_t graft_packed_code_bytes(int bits, int64_t rows, int64_t columns) {
+    return round_up(rows, kPanel) / kPanel * panel_bytes(columns, bits);
+}
+
+// codes: [rows, columns], one to a byte.
+GRAFT_API void graft_pack_codes(void *packed, const void *codes, int bits, int64_t rows, int64_t columns, int threads) {
+    pack((uint8_t *)packed, (const uint8_t *)codes, bits, rows, columns, threads);
+}
+
+// out: [count, columns], the codes of rows `ids`.
+GRAFT_API void graft_unpack_codes(void *out, const void *packed, const int64_t *ids, int bits, int64_t count,
+                                  int64_t columns, int threads) {
+    unpack((uint8_t *)out, (const uint8_t *)packed, ids, bits, count, columns, threads);
+}
+
+// out: [rows, matrix rows] = x [rows, matrix columns] @ W^T + bias.
+GRAFT_API void graft_coded_linear(void *out, const void *x, const CodedMatrix *matrix, const void *bias, int dtype,
+                                  int64_t rows, int64_t x_stride, int64_t out_stride, int threads) {
+    if (dtype == 0)
+        coded_linear(*matrix, (float *)out, (const float *)x, (const float *)bias, rows, x_stride, out_stride, threads);
+    else
+        coded_linear(*matrix, (bf16 *)out, (const bf16 *)x, (const bf16 *)bias, rows, x_stride, out_stride, threads);
+}

@@ -1,0 +1,99 @@
+// What products with packed matrices have in common: panels of 16 rows of W, and the instructions that multiply them.
+#pragma once
+
+#include <vector>
+
+#include "parallel.h"
+#include "simd.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace graft {
+
+constexpr int kPanel = 16;
+constexpr int kVectors = kPanel / kLanes;  // per panel
+constexpr int kDepth = 32;                 // what K is padded to in bfloat16
+
+inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// y as the caller has it: rows of `columns`, every `stride` elements.
+template <typename T> struct Output {
+    T *out;
+    const T *bias;  // or null
+    int64_t columns, stride;
+
+    void finish(int64_t row, int64_t column, Vec total) const {
+        int count = int(std::min<int64_t>(columns - column, kLanes));
+        if (count <= 0) return;
+        if (bias) total += load_some(bias + column, count);
+        store_some(out + row * stride + column, total, count);
+    }
+};
+
+// Both columns k and k + 1 of a bfloat16 panel, or one column of a float32 panel.
+template <int R, int V> void multiply(Vec (&total)[R][V], const float *panel, const float *x, int64_t stride) {
+    for (int v = 0; v < V; v++) {
+        Vec weight = load(panel + v * kLanes);
+        for (int r = 0; r < R; r++) total[r][v] += weight * x[r * stride];
+    }
+}
+
+template <int R, int V> void multiply(Vec (&total)[R][V], const bf16 *panel, const float *x, int64_t stride) {
+    for (int v = 0; v < V; v++) {
+        UintVec pair;
+        std::memcpy(&pair, panel + v * kLanes * 2, sizeof pair);
+        Vec even = (Vec)(pair << 16), odd = (Vec)(pair & 0xffff0000u);
+        for (int r = 0; r < R; r++) {
+            total[r][v] += even * x[r * stride];
+            total[r][v] += odd * x[r * stride + 1];
+        }
+    }
+}
+
+#if defined(__AVX512BF16__)
+template <int R, int V> void multiply(Vec (&total)[R][V], const bf16 *panel, const bf16 *x, int64_t stride) {
+    for (int v = 0; v < V; v++) {
+        __m512bh weight = (__m512bh)_mm512_loadu_si512(panel + v * kLanes * 2);
+        for (int r = 0; r < R; r++) {
+            int32_t pair;
+            std::memcpy(&pair, x + r * stride, 4);
+            total[r][v] = (Vec)_mm512_dpbf16_ps((__m512)total[r][v], weight, (__m512bh)_mm512_set1_epi32(pair));
+        }
+    }
+}
+#endif
+
+#if defined(__AMX_BF16__)
+struct TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t column_bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// Tiles 0-3 hold sums: two of rows by two panels. 4 and 5 hold x, 6 and 7 the panels.
+inline void configure(int upper, int lower) {
+    TileConfig config;
+    const int rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
+    for (int index = 0; index < 8; index++) {
+        config.column_bytes[index] = rows[index] ? 64 : 0;
+        config.rows[index] = uint8_t(rows[index]);
+    }
+    _tile_loadconfig(&config);
+}
+#endif
+
+// x as the kernels of this level read it: padded to the packed depth, and in float32 where bfloat16 has no product.
+template <typename X, typename T>
+const X *prepared(std::vector<X> &scratch, const T *x, int64_t rows, int64_t columns, int64_t depth, int64_t stride) {
+    scratch.resize(size_t(rows * depth));
+    for (int64_t row = 0; row < rows; row++) {
+        X *to = scratch.data() + row * depth;
+        for (int64_t k = 0; k < columns; k++) to[k] = narrow<X>(widen(x[row * stride + k]));
+        for (int64_t k = columns; k < depth; k++) to[k] = narrow<X>(0.0f);
+    }
+    return scratch.data();
+}
+
+}  // namespace graft

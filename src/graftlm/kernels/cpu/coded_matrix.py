@@ -1,0 +1,195 @@
+"""A matrix of small integer codes in the order in which the C++ product reads it."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from graftlm.kernels.cpu.calls import DTYPE_CODES, address
+from graftlm.kernels.cpu.library import Library
+from graftlm.kernels.grouped_codes import SIGNED_BYTES, CodedValues, GroupedCodes, GroupValues, PlainValues
+
+PANEL_ROWS = 16
+# Groups begin where the eight columns do that lie together.
+COLUMNS_TOGETHER = 8
+
+
+class _Values(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
+        ("skip", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("offset", ctypes.c_float),
+        ("type", ctypes.c_int32),
+    ]
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("group_size", ctypes.c_int64),
+        ("codes", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("zero", ctypes.c_void_p),
+        ("scale", _Values),
+        ("minimum", _Values),
+        ("factor", ctypes.c_float),
+    ]
+
+
+def takes_codes(codes: GroupedCodes) -> bool:
+    """Whether the library can multiply with such a matrix."""
+    rows, columns = codes.codes.shape
+    return (
+        codes.codes.device.type == "cpu"
+        and rows > 0
+        and (codes.group_size % COLUMNS_TOGETHER == 0 or codes.group_size >= columns)
+        and (codes.bits == 4 or torch.equal(codes.table, SIGNED_BYTES))
+        and (codes.zero is None or bool(((codes.zero >= -128) & (codes.zero < 128)).all()))
+    )
+
+
+class CodedMatrix:
+    """A matrix [out, in] of four-bit or eight-bit codes, packed in panels of 16 rows (`csrc/coded_linear.cpp`).
+
+    Every element of a product is summed in one order: a row's result does not depend on the other rows, nor on the
+    number of threads.
+    """
+
+    def __init__(self, library: Library, codes: GroupedCodes, dtype: torch.dtype) -> None:
+        """codes: such as `takes_codes` agrees to; its codes and values are not kept. dtype: of inputs and results."""
+        rows, columns = codes.codes.shape
+        self.shape = (rows, columns)
+        self.dtype = dtype
+        self._library = library
+        self._bits = codes.bits
+        self._packed = torch.empty(library.packed_code_bytes(codes.bits, rows, columns), dtype=torch.uint8)
+        library.advise_huge_pages(self._packed.data_ptr(), self._packed.nbytes)
+        # The library reads eight-bit codes as signed numbers.
+        unpacked = (codes.codes ^ 128 if codes.bits == 8 else codes.codes).contiguous()
+        library.pack_codes(
+            self._packed.data_ptr(), unpacked.data_ptr(), codes.bits, rows, columns, torch.get_num_threads()
+        )
+        self._scale = _packed_values(codes.scale)
+        self._minimum = None if codes.minimum is None else _packed_values(codes.minimum)
+        self._zero = None if codes.zero is None else _in_panels(codes.zero.to(torch.int8))
+        self._table = codes.table.contiguous()
+        # How the parts make numbers, without the parts of any row.
+        self._meaning = replace(
+            codes, codes=codes.codes[:0].clone(), scale=self._scale, zero=self._zero, minimum=self._minimum
+        )
+        self._matrix = _Matrix(
+            rows=rows,
+            columns=columns,
+            group_size=codes.group_size,
+            codes=self._packed.data_ptr(),
+            table=self._table.data_ptr() if codes.bits == 4 else None,
+            zero=address(self._zero),
+            scale=_values_structure(self._scale),
+            minimum=_Values() if self._minimum is None else _values_structure(self._minimum),
+            factor=codes.factor,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        total = self._packed.nbytes + self._scale.num_bytes
+        # That of eight bits is the same for all matrices.
+        total += self._table.nbytes if self._bits == 4 else 0
+        total += 0 if self._minimum is None else self._minimum.num_bytes
+        total += 0 if self._zero is None else self._zero.nbytes
+        return total + (0 if self._meaning.order is None else self._meaning.order.nbytes)
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x @ W.T + bias, summed in float32 and rounded once. x: [T, in], bias: [out], in the matrix's dtype.
+
+        For bfloat16 what the codes stand for is rounded to bfloat16, where `rows` rounds it times its scale.
+        """
+        if self._meaning.order is not None:
+            x = x.index_select(1, self._meaning.order)
+        elif x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty((x.shape[0], self.shape[0]), dtype=x.dtype)
+        self._library.coded_linear(
+            out.data_ptr(),
+            x.data_ptr(),
+            ctypes.addressof(self._matrix),
+            address(bias),
+            DTYPE_CODES[self.dtype],
+            x.shape[0],
+            x.stride(0),
+            self.shape[0],
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The matrix's rows, to the bit what the codes it was packed from stand for. ids: int64 [T], each below the
+        number of rows -> [T, in]."""
+        ids = ids.contiguous()
+        codes = torch.empty((len(ids), self.shape[1]), dtype=torch.uint8)
+        self._library.unpack_codes(
+            codes.data_ptr(),
+            self._packed.data_ptr(),
+            ids.data_ptr(),
+            self._bits,
+            len(ids),
+            self.shape[1],
+            torch.get_num_threads(),
+        )
+        matrix = self._meaning.combine(
+            codes ^ 128 if self._bits == 8 else codes,
+            scale=_values_of_rows(self._scale, ids),
+            zero=None if self._zero is None else _of_rows(self._zero, ids),
+            minimum=None if self._minimum is None else _values_of_rows(self._minimum, ids),
+        )
+        return matrix.to(self.dtype)
+
+
+def _in_panels(values: Tensor) -> Tensor:
+    """[out, groups] -> [ceil(out / 16), groups, 16], the last rows zeros."""
+    rows, groups = values.shape
+    padded = functional.pad(values, (0, 0, 0, -rows % PANEL_ROWS))
+    return padded.view(-1, PANEL_ROWS, groups).transpose(1, 2).contiguous()
+
+
+def _of_rows(panels: Tensor, ids: Tensor) -> Tensor:
+    """Undoes `_in_panels` for some rows. ids: int64 [T] -> [T, groups]."""
+    return panels[ids // PANEL_ROWS, :, ids % PANEL_ROWS]
+
+
+def _packed_values(values: GroupValues) -> GroupValues:
+    """The same in panels, and of a dtype that the library reads."""
+    if isinstance(values, CodedValues):
+        return replace(values, codes=_in_panels(values.codes))
+    stored = values.stored
+    # The library widens float16 as if all were finite.
+    is_kept = stored.dtype == torch.float16 and bool(stored.isfinite().all())
+    return PlainValues(stored=_in_panels(stored if is_kept else stored.float()))
+
+
+def _values_of_rows(values: GroupValues, ids: Tensor) -> Tensor:
+    """float32 [T, groups] of what is in panels."""
+    if isinstance(values, CodedValues):
+        return values.at(ids, _of_rows(values.codes, ids))
+    return _of_rows(values.stored, ids).float()
+
+
+def _values_structure(values: GroupValues) -> _Values:
+    if isinstance(values, CodedValues):
+        return _Values(
+            data=values.codes.data_ptr(),
+            table=values.table.data_ptr(),
+            factors=values.factors.data_ptr(),
+            skip=values.skip,
+            block_size=values.block_size or 1 << 62,
+            offset=values.offset,
+            type=2,
+        )
+    return _Values(data=values.stored.data_ptr(), type=1 if values.stored.dtype == torch.float16 else 0)

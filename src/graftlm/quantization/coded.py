@@ -1,0 +1,74 @@
+"""Quantised weights in the order in which the kernels multiply with their codes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graftlm.kernels.grouped_codes import GroupedCodes
+from graftlm.kernels.kernel_set import Kernels, PackedMatrix
+from graftlm.quantization.dense import DenseWeight
+from graftlm.quantization.dequantized import decode_in_slabs, dequantized_matmul, frozen_matmul
+from graftlm.quantization.weight import Weight
+
+# Codes of 3, 5 or 6 bits grow to 4 or 8 when they are laid out. Codes of 2 would double: they stay as they are stored,
+# and slow.
+LARGEST_GROWTH = 1.6
+
+
+def coded_weight(weight: Weight, kernels: Kernels, *, dtype: torch.dtype) -> Weight:
+    """A weight laid out for the kernels, if it is made of codes and they have a product with such; else itself. The
+    stored form is not kept.
+
+    dtype: the compute dtype. kernels: those that will compute with it.
+    """
+    codes = None if kernels.pack_codes is None else weight.grouped_codes()
+    if kernels.pack_codes is None or codes is None:
+        return weight
+    matrix = kernels.pack_codes(codes, dtype)
+    if matrix is None or matrix.num_bytes > LARGEST_GROWTH * weight.num_bytes:
+        return weight
+    return CodedWeight(matrix, weight.format)
+
+
+class CodedWeight:
+    """A `Weight` of packed codes. The product applies scales to sums over their groups; `rows` and `dequantize` give
+    what the format defines, to the bit.
+
+    format: the stored form's.
+    """
+
+    def __init__(self, matrix: PackedMatrix, format: str) -> None:
+        self._matrix = matrix
+        self.format = format
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._matrix.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return self._matrix.num_bytes
+
+    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.dtype != self._matrix.dtype:
+            return dequantized_matmul(self, x, bias)
+        return frozen_matmul(self, x, bias, self._matrix.linear)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return decode_in_slabs(
+            lambda start, stop: self._matrix.rows(ids[start:stop]),
+            shape=(len(ids), self.shape[1]),
+            dtype=self._matrix.dtype,
+            device=ids.device,
+        )
+
+    def part(self, start: int, stop: int) -> DenseWeight:
+        """A dequantised copy: rows of a panel lie between each other."""
+        return DenseWeight(self.rows(torch.arange(start, stop)))
+
+    def dequantize(self) -> Tensor:
+        return self.rows(torch.arange(self.shape[0]))
+
+    def grouped_codes(self) -> GroupedCodes | None:
+        return None

@@ -14,6 +14,8 @@ from graftlm.quantization.bitsandbytes.four_bit_quantizer import FourBitQuantize
 from graftlm.quantization.coded import CodedWeight, coded_weight
 from graftlm.quantization.column_groups import ColumnGroups
 from graftlm.quantization.format import Quantizer
+from graftlm.quantization.gguf import GGUFWeight
+from graftlm.quantization.gguf_blocks import BLOCK_TYPES
 from graftlm.quantization.grouped_integers import GroupedIntegers
 from graftlm.quantization.packed_codes import PackedCodes
 from graftlm.quantization.round_to_nearest import RoundToNearest
@@ -39,6 +41,14 @@ def integers(rows: int, columns: int, size: int, *, bits: int, index: Tensor | N
     )
 
 
+def gguf_blocks(kind: str, rows: int, columns: int) -> GGUFWeight:
+    """Random blocks. No float16 is infinite whose bytes are this small."""
+    block_type = BLOCK_TYPES[kind]
+    row_bytes = columns // block_type.weights * block_type.num_bytes
+    packed = torch.randint(0, 64, (rows, row_bytes), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    return GGUFWeight(packed, block_type, dtype=torch.float32)
+
+
 SHUFFLED = torch.arange(256, dtype=torch.int32)[torch.randperm(256, generator=torch.Generator().manual_seed(1))] // 64
 WEIGHTS: dict[str, Weight] = {
     **{name: QUANTIZERS[name].quantize(noise(80, 256), dtype=torch.float32) for name in QUANTIZERS},
@@ -46,6 +56,7 @@ WEIGHTS: dict[str, Weight] = {
     "symmetric int4": RoundToNearest().quantize(noise(80, 256), dtype=torch.float32),
     "symmetric int4, short last group": RoundToNearest().quantize(noise(80, 200), dtype=torch.float32),
     "symmetric int8": RoundToNearest(bits=8).quantize(noise(80, 256), dtype=torch.float32),
+    **{kind: gguf_blocks(kind, 80, 512) for kind in BLOCK_TYPES if kind not in ("Q2_K", "MXFP4")},
     "asymmetric int3": integers(80, 256, 64, bits=3),
     "asymmetric int4": integers(80, 256, 64, bits=4),
     "asymmetric int8": integers(80, 256, 64, bits=8),
@@ -110,6 +121,7 @@ def test_what_has_no_fast_product_stays_as_it_is() -> None:
     for weight in (
         FourBitQuantizer(quant_type="nf4").quantize(noise(32, 96), dtype=torch.float32),
         integers(32, 256, 64, bits=2),
+        gguf_blocks("Q2_K", 32, 512),
         integers(32, 256, 64, bits=4, index=torch.arange(256, dtype=torch.int32) % 3),
     ):
         assert coded_weight(weight, KERNELS, dtype=torch.float32) is weight

@@ -30,9 +30,9 @@ class PlainValues:
     def values(self) -> Tensor:
         return self.stored.float()
 
-    def joined(self, rows: int) -> PlainValues:
+    def joined(self, count: int) -> PlainValues:
         """As `GroupedCodes.joined`."""
-        return PlainValues(stored=self.stored.view(rows, -1))
+        return PlainValues(stored=self.stored.view(-1, count * self.stored.shape[1]))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,9 +60,9 @@ class CodedValues:
     def values(self) -> Tensor:
         return self.at(torch.arange(self.codes.shape[0], device=self.codes.device), self.codes)
 
-    def joined(self, rows: int) -> CodedValues:
+    def joined(self, count: int) -> CodedValues:
         """As `GroupedCodes.joined`."""
-        return replace(self, codes=self.codes.view(rows, -1))
+        return replace(self, codes=self.codes.view(-1, count * self.codes.shape[1]))
 
     def at(self, rows: Tensor, codes: Tensor) -> Tensor:
         """Those of some rows. rows: int64 [T]. codes: uint8 [T, groups], theirs -> float32 [T, groups]."""
@@ -116,7 +116,8 @@ class GroupedCodes:
         """What rows stand for. codes: uint8 [T, in]. scale, zero, minimum: [T, groups] -> float32 [T, in]."""
         rows, columns = codes.shape
         size = min(self.group_size, columns)
-        matrix = self.table.to(codes.device)[functional.pad(codes, (0, -columns % size)).int()].view(rows, -1, size)
+        padded = functional.pad(codes, (0, -columns % size))
+        matrix = self.table.to(codes.device)[padded.int()].view(rows, -(-columns // size), size)
         if zero is not None:
             matrix -= zero.float().unsqueeze(2)
         matrix *= scale.unsqueeze(2)
@@ -127,12 +128,12 @@ class GroupedCodes:
         matrix = matrix.flatten(1)[:, :columns]
         return matrix if self.order is None else torch.empty_like(matrix).index_copy_(1, self.order, matrix)
 
-    def joined(self, rows: int) -> GroupedCodes:
-        """The matrix whose `rows` rows are as many of this one's each, one after the other."""
+    def joined(self, count: int) -> GroupedCodes:
+        """The matrix whose rows are each `count` of this one's, one after the other."""
         return replace(
             self,
-            codes=self.codes.view(rows, -1),
-            scale=self.scale.joined(rows),
-            zero=None if self.zero is None else self.zero.view(rows, -1),
-            minimum=None if self.minimum is None else self.minimum.joined(rows),
+            codes=self.codes.view(-1, count * self.codes.shape[1]),
+            scale=self.scale.joined(count),
+            zero=None if self.zero is None else self.zero.view(-1, count * self.zero.shape[1]),
+            minimum=None if self.minimum is None else self.minimum.joined(count),
         )

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from graftlm.kernels.grouped_codes import GroupedCodes
 from graftlm.kernels.kernel_set import Kernels, PackedMatrix
+from graftlm.quantization.column_part import dense_columns
 from graftlm.quantization.dense import DenseWeight
 from graftlm.quantization.dequantized import decode_in_slabs, dequantized_matmul, frozen_matmul
 from graftlm.quantization.weight import Weight
 
-# Codes of 3, 5 or 6 bits grow to 4 or 8 when they are laid out. Codes of 2 would double: they stay as they are stored,
-# and slow.
-LARGEST_GROWTH = 1.6
+# Codes of 3, 5 or 6 bits grow to 4 or 8 when they are laid out, which takes up to 1.64 times the memory (Q5_K). Codes
+# of 2 bits would double: they stay as they are stored, and slow.
+LARGEST_GROWTH = 1.75
 
 
 def coded_weight(weight: Weight, kernels: Kernels, *, dtype: torch.dtype) -> Weight:
@@ -66,6 +67,9 @@ class CodedWeight:
     def part(self, start: int, stop: int) -> DenseWeight:
         """A dequantised copy: rows of a panel lie between each other."""
         return DenseWeight(self.rows(torch.arange(start, stop)))
+
+    def column_part(self, start: int, stop: int) -> DenseWeight:
+        return dense_columns(self, start, stop)
 
     def dequantize(self) -> Tensor:
         return self.rows(torch.arange(self.shape[0]))

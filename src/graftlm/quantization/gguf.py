@@ -66,12 +66,15 @@ class GGUFWeight:
     def dequantize(self) -> Tensor:
         return self._unpacked(self._packed)
 
-    def grouped_codes(self) -> GroupedCodes | None:
-        return None
+    def grouped_codes(self) -> GroupedCodes:
+        return self._codes(self._packed)
 
     def _unpacked(self, packed: Tensor) -> Tensor:
+        return self._codes(packed).decode().to(self._dtype)
+
+    def _codes(self, packed: Tensor) -> GroupedCodes:
         blocks = packed.reshape(-1, self._block_type.num_bytes)
-        return self._block_type.unpack(blocks).view(packed.shape[0], self.shape[1]).to(self._dtype)
+        return self._block_type.codes(blocks).joined(self.shape[1] // self._block_type.weights)
 
 
 class GGUFFormat:

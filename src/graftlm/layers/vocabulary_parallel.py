@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from graftlm.kernels.grouped_codes import GroupedCodes
 from graftlm.layers.collective import Collective
 from graftlm.quantization import DenseWeight, Weight
 
@@ -52,6 +53,9 @@ class VocabularyParallelWeight:
     def column_part(self, start: int, stop: int) -> Weight:
         """A copy, in full precision."""
         return DenseWeight(self.dequantize()[:, start:stop].contiguous())
+
+    def grouped_codes(self) -> GroupedCodes | None:
+        return None
 
     def dequantize(self) -> Tensor:
         return torch.cat(self._gathered(self._own.dequantize()))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graftlm.errors import ConfigurationError
 from graftlm.kernels import ops
+from graftlm.kernels.grouped_codes import GroupedCodes
 from graftlm.quantization.bitsandbytes.eight_bit_weight import EightBitWeight
 from graftlm.quantization.dequantized import dequantized_matmul
 from graftlm.quantization.weight import Weight
@@ -81,6 +82,9 @@ class MixedInt8Weight:
             "with int8_threshold inputs are quantised by their whole row, which tensor parallel ranks do not see",
             do="leave int8_threshold or tensor_parallel out",
         )
+
+    def grouped_codes(self) -> GroupedCodes | None:
+        return None
 
     def dequantize(self) -> Tensor:
         return self.stored.dequantize()

@@ -155,7 +155,6 @@ CONTRADICTIONS: dict[str, tuple[str, dict[str, Any], Callable[[dict[str, Tensor]
     "a_layer_said_to_be_dense": ("qwen2_moe", {"mlp_only_layers": [0]}, _same, r"missing: model\.layers\.0\.mlp\.down"),
     "a_list_that_is_none": ("qwen3_moe", {"mlp_only_layers": 1}, _same, "mlp_only_layers"),
     "no_rope": ("gpt_oss", {"rope_parameters": ...}, _same, "rope_parameters"),
-    "mxfp4": ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, _same, "quantization_config|mxfp4"),
     "stacks_misshapen": (
         "gpt_oss",
         {},

@@ -123,7 +123,6 @@ def test_r066_r069_r078_r080_r084_r098_bad_values_are_400_naming_the_field(
         ({"tools": [TOOL, TOOL]}, "tools"),
         ({"tools": [STRICT_SETS]}, "tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"modalities": ["audio"]}, "modalities"),

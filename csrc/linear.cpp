@@ -158,27 +158,7 @@ void multiply_tiles(const Product<bf16> &product, const bf16 *x, int64_t x_strid
     const bf16 *first = product.packed + panel * product.depth * kPanel;
     const bf16 *second = first + product.depth * kPanel;
     const bf16 *top = x + row * x_stride, *bottom = top + 16 * x_stride;
-    int64_t bytes = x_stride * 2;
-    _tile_zero(0);
-    _tile_zero(1);
-    if (lower) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (int64_t k = 0; k < product.depth; k += kDepth) {
-        _tile_loadd(6, first + k * kPanel, 64);
-        _tile_loadd(4, top + k, bytes);
-        _tile_dpbf16ps(0, 4, 6);
-        if (two) {
-            _tile_loadd(7, second + k * kPanel, 64);
-            _tile_dpbf16ps(1, 4, 7);
-        }
-        if (lower) {
-            _tile_loadd(5, bottom + k, bytes);
-            _tile_dpbf16ps(2, 5, 6);
-            if (two) _tile_dpbf16ps(3, 5, 7);
-        }
-    }
+    sum_tiles(top, bottom, x_stride * 2, first, second, product.depth, two, lower > 0);
     alignas(64) float sums[16 * kPanel];
     _tile_stored(0, sums, 64);
     finish_tile(product, sums, row, upper, panel);

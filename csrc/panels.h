@@ -96,4 +96,32 @@ const X *prepared(std::vector<X> &scratch, const T *x, int64_t rows, int64_t col
     return scratch.data();
 }
 
+#if defined(__AMX_BF16__)
+// Tiles 0 to 3 = rows of x by panels: `top` and, if `lower`, `bottom` by `first` and, if `two`, `second`. `columns` of them,
+// a multiple of kDepth; `bytes` from one row of x to the next. Tiles 4 to 7 are used.
+inline void sum_tiles(const bf16 *top, const bf16 *bottom, int64_t bytes, const bf16 *first, const bf16 *second,
+                      int64_t columns, bool two, bool lower) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (lower) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < columns; k += kDepth) {
+        _tile_loadd(6, first + k * kPanel, 64);
+        _tile_loadd(4, top + k, bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        if (two) {
+            _tile_loadd(7, second + k * kPanel, 64);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if (lower) {
+            _tile_loadd(5, bottom + k, bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            if (two) _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+}
+#endif
+
 }  // namespace graft

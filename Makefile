@@ -16,9 +16,9 @@ test: $(VENV)/.dev
 browser-test: $(VENV)/.browser
 	$(BIN)/python -m pytest tests/browser
 
-# What every adapter says alone, then most of a minute of traffic. `benchmarks/soak.py` alone takes ten.
+# What every adapter says alone, then two minutes of traffic. `benchmarks/soak.py` alone takes ten.
 soak: $(VENV)/.dev
-	$(BIN)/python -m benchmarks.soak --seconds 50 --adapters 48 --resident 8
+	$(BIN)/python -m benchmarks.soak --seconds 120 --adapters 48 --resident 8
 
 ci: lint types docs demo test soak
 

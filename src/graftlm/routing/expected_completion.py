@@ -1,0 +1,99 @@
+"""The routing policy of the production: the worker that is expected to be through with a request first. No torch.
+
+An adapter that is missing is a cost and not a filter: a holder with a long queue is worse than a free worker that has
+to read a file. Those who only prefer holders collapse where a few adapters get most of the requests.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from graftlm.routing.costs import StepCosts
+from graftlm.routing.homes import AdapterHomes
+from graftlm.routing.prefix_index import PrefixIndex
+from graftlm.routing.worker_table import RoutedRequest, WorkerTable, WorkerView
+
+# Holders, and others, that are looked at for one request. Fewer workers than that are all looked at; among many, a
+# random choice also keeps several routers with the same old reports from running to the same worker.
+SAMPLE = 8
+# What a load outside of an adapter's homes costs, in loads: the worker's own adapters lose the room.
+SPILL_LOADS = 2.0
+# What pushing another adapter out costs, in loads: half of them are asked for again before they would have gone anyway.
+EVICTION_LOADS = 0.5
+
+
+class ExpectedCompletion:
+    """Expected seconds until a request is through, for each worker:
+
+        turns of those before it + prompt tokens before it and its own that are not cached + its tokens, a step each
+        + if its adapter is missing: reading it after those that are being read, and what that does to others
+        + waiting for room in the KV cache
+
+    Args:
+        costs: of workers' steps. clock: seconds, for how demand fades.
+        homes, prefixes: what the policy learns about; told by `choose`.
+        sample: see `SAMPLE`. seed: of the random choices.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        *,
+        clock: Callable[[], float],
+        homes: AdapterHomes,
+        prefixes: PrefixIndex,
+        sample: int = SAMPLE,
+        seed: int = 0,
+    ) -> None:
+        self._costs = costs
+        self._clock = clock
+        self._homes = homes
+        self._prefixes = prefixes
+        self._sample = sample
+        self._random = random.Random(seed)
+
+    def choose(self, request: RoutedRequest, table: WorkerTable) -> str:
+        homes: tuple[str, ...] = ()
+        if request.adapter is not None:
+            self._homes.set_workers([view.id for view in table.workers])
+            now = self._clock()
+            self._homes.asked_for(request.adapter, now)
+            homes = self._homes.homes(request.adapter, now)
+        candidates = self._candidates(request, table, homes)
+        best = min(candidates, key=lambda view: self.seconds(request, view, is_home=view.id in homes))
+        self._prefixes.record(best.id, request.prefix)
+        return best.id
+
+    def seconds(self, request: RoutedRequest, view: WorkerView, *, is_home: bool) -> float:
+        """Expected seconds until a worker is through with a request, and what that costs others."""
+        costs = self._costs
+        rows = min(view.num_requests + 1, view.max_num_seqs)
+        step = costs.step(rows=rows, adapters=min(rows, len(view.adapters)))
+        own = request.output_tokens * step
+        turn = own / view.max_num_seqs
+        cached = self._prefixes.num_cached(view.id, request.prefix) * request.block_size
+        prompts = view.pending_prompt_tokens + request.prompt_tokens - min(cached, request.prompt_tokens)
+        seconds = own + prompts * costs.prompt_token_seconds
+        seconds += turn * max(0, view.num_requests + 1 - view.max_num_seqs)
+        if view.lacks(request.adapter):
+            load = costs.load(request.adapter_bytes)
+            seconds += load * (1 + view.num_loading)
+            seconds += 0.0 if is_home else load * SPILL_LOADS
+            seconds += load * EVICTION_LOADS if request.adapter_bytes > view.free_adapter_bytes else 0.0
+        footprint = request.prompt_tokens + request.output_tokens
+        if footprint > view.free_cache_tokens:
+            # As many tokens go as sequences like this one end.
+            seconds += (footprint - view.free_cache_tokens) / footprint * own / rows
+        return seconds
+
+    def _candidates(self, request: RoutedRequest, table: WorkerTable, homes: tuple[str, ...]) -> list[WorkerView]:
+        """Homes first, the others in another order each time: the first of equals is chosen."""
+        near = homes if len(homes) <= self._sample else self._random.sample(homes, self._sample)
+        chosen = dict.fromkeys(table.get(home) for home in near)
+        if request.adapter is not None:
+            holders = list(table.holders(request.adapter))
+            chosen |= dict.fromkeys(self._random.sample(holders, min(self._sample, len(holders))))
+        workers = table.workers
+        chosen |= dict.fromkeys(self._random.sample(workers, min(self._sample, len(workers))))
+        return list(chosen)

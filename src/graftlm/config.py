@@ -52,12 +52,15 @@ class EngineConfig:
             equal numbers of tokens, and API keys where a server has them.
         fair_shares: adapter, or API key -> how many times the share of the others it gets with "fair".
         prefix_cache: reuse the keys and values of earlier requests that began with the same tokens and adapter.
+        replicas: whole engines, each a process on Ray, that share the requests out among them; `max_num_seqs`, memory
+            and the rest are each one's own; default: one, in this process.
         workers: processes on Ray that share the layers out among them; default: this process computes all of them.
         tensor_parallel: processes that share out every matrix of a layer; with `workers`, of each worker's layers.
         worker_layers: how many layers each worker gets; default: shares that weigh the same, both ends counted.
-        worker_cpus: cores each worker computes with, and reserves on a cluster; default: an equal share of this
-            machine's.
-        worker_timeout_seconds: a worker that answers no step for so long is taken for dead and replaced.
+        worker_cpus: cores each worker or replica computes with, and reserves on a cluster; default: an equal share of
+            this machine's.
+        worker_timeout_seconds: a worker that answers no step, or a replica that says nothing, for so long is taken for
+            dead and replaced.
         ray_address: a Ray cluster that runs already, such as "auto"; default: one is started on this machine for the
             engine alone.
         allow_pickle: read `.bin` adapters (with torch's restricted unpickler); safetensors files always win.
@@ -87,6 +90,7 @@ class EngineConfig:
     scheduling: Scheduling = "fcfs"
     fair_shares: Mapping[str, float] = field(default_factory=dict)
     prefix_cache: bool = True
+    replicas: int | None = None
     workers: int | None = None
     tensor_parallel: int = 1
     worker_layers: Sequence[int] = ()
@@ -104,6 +108,11 @@ class EngineConfig:
     def has_workers(self) -> bool:
         """Whether other processes compute."""
         return self.workers is not None or self.tensor_parallel > 1
+
+    @property
+    def num_replicas(self) -> int:
+        """Whole engines that requests are shared out among."""
+        return self.replicas or 1
 
     @property
     def num_stages(self) -> int:
@@ -161,7 +170,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "tensor_parallel",
         )
-        optional = ("max_model_len", "kv_cache_bytes", "prefill_chunk_tokens", "workers", "worker_cpus")
+        optional = ("max_model_len", "kv_cache_bytes", "prefill_chunk_tokens", "replicas", "workers", "worker_cpus")
         for name in (*positive, *optional):
             value = getattr(self, name)
             if value is None and name in optional:
@@ -171,8 +180,13 @@ class EngineConfig:
         self._check_workers()
 
     def _check_workers(self) -> None:
+        if self.replicas is not None and self.has_workers:
+            raise ConfigurationError(
+                "replicas that are divided among workers are not supported", do="set replicas, or workers, or neither"
+            )
         if not self.has_workers:
-            for name in ("worker_layers", "worker_cpus", "ray_address"):
+            about = ("worker_layers",) if self.replicas else ("worker_layers", "worker_cpus", "ray_address")
+            for name in about:
                 if getattr(self, name):
                     raise ConfigurationError(f"{name} is about workers, and there are none", do="set workers as well")
         elif self.worker_layers and (

@@ -15,9 +15,6 @@ from graftlm.routing.policy import RoutingPolicy
 from graftlm.routing.prefix_index import PrefixIndex, prefix_of
 from graftlm.routing.worker_table import RoutedRequest, WorkerReport, WorkerTable
 
-IDLE = WorkerReport(free_cache_tokens=10_000, free_adapter_bytes=1000)
-HOLDING = replace(IDLE, adapters=frozenset("a"))
-REQUEST = RoutedRequest(adapter="a", adapter_bytes=10, prompt_tokens=100, output_tokens=10)
 COSTS = StepCosts(
     step_seconds=0.1,
     row_seconds=0.01,
@@ -26,6 +23,9 @@ COSTS = StepCosts(
     load_seconds=0.5,
     load_byte_seconds=0.0,
 )
+IDLE = WorkerReport(free_cache_tokens=10_000, free_adapter_bytes=1000, costs=COSTS)
+HOLDING = replace(IDLE, adapters=frozenset("a"))
+REQUEST = RoutedRequest(adapter="a", adapter_bytes=10, prompt_tokens=100, output_tokens=10)
 
 
 def table_of(**reports: WorkerReport) -> WorkerTable:
@@ -36,7 +36,7 @@ def table_of(**reports: WorkerReport) -> WorkerTable:
 
 
 def ours(**options: int) -> ExpectedCompletion:
-    return ExpectedCompletion(COSTS, clock=lambda: 0.0, homes=AdapterHomes(), prefixes=PrefixIndex(), **options)
+    return ExpectedCompletion(clock=lambda: 0.0, homes=AdapterHomes(), prefixes=PrefixIndex(), **options)
 
 
 def busy(num_requests: int, report: WorkerReport = HOLDING) -> WorkerReport:
@@ -71,6 +71,14 @@ def test_a_worker_that_is_reading_other_adapters_is_avoided() -> None:
     reading = table_of(one=replace(IDLE, num_loading=3)).get("one")
     more = policy.seconds(REQUEST, reading, is_home=True) - policy.seconds(REQUEST, view, is_home=True)
     assert more == pytest.approx(3 * COSTS.load_seconds)
+
+
+def test_a_slow_worker_gets_less() -> None:
+    slow = replace(IDLE, costs=replace(COSTS, step_seconds=3 * COSTS.step_seconds))
+    table, request = table_of(slow=slow, fast=IDLE), replace(REQUEST, adapter=None)
+    for _ in range(8):
+        table.sent(ours().choose(request, table), request)
+    assert table.get("slow").num_requests < table.get("fast").num_requests
 
 
 def test_a_worker_whose_cache_is_full_is_avoided() -> None:
@@ -117,6 +125,33 @@ def test_among_many_workers_holders_are_still_found() -> None:
     table = table_of(**{**reports, "worker-77": HOLDING})
     policy = ours(sample=4)
     assert {policy.choose(REQUEST, table) for _ in range(10)} == {"worker-77"}
+
+
+def test_r111_two_adapters_on_two_workers_with_room_for_one_each_stay_where_they_are() -> None:
+    """R111: loads are counted as a worker would do them, and one of the workers is lost on the way."""
+    policy, sizes = ours(), {name: replace(REQUEST, adapter=name, adapter_bytes=10) for name in "ab"}
+    held: dict[str, str | None] = {"one": None, "two": None}
+    table, num_loads = WorkerTable(), 0
+    empty = replace(IDLE, free_adapter_bytes=10)
+    for name in held:
+        table.join(name, empty, max_num_seqs=4)
+    for turn in range(40):
+        if turn == 20:
+            table.leave("one")
+            table.join("three", empty, max_num_seqs=4)
+            del held["one"]
+            held["three"] = None
+        request = sizes["ab"[turn % 2]]
+        chosen = policy.choose(request, table)
+        table.sent(chosen, request)
+        num_loads += held[chosen] != request.adapter
+        held[chosen] = request.adapter
+        table.ended(chosen)
+        view = table.get(chosen)
+        holding = frozenset(filter(None, [request.adapter]))
+        report = replace(empty, adapters=holding, free_adapter_bytes=0, num_accepted=view.num_sent)
+        table.report(chosen, replace(report, num_ended=view.num_ended))
+    assert num_loads <= 4
 
 
 def test_a_burst_between_two_reports_is_spread() -> None:

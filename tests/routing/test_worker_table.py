@@ -7,9 +7,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graftlm.routing.costs import StepCosts
 from graftlm.routing.worker_table import RoutedRequest, WorkerReport, WorkerTable
 
-IDLE = WorkerReport(free_cache_tokens=1000, free_adapter_bytes=100)
+IDLE = WorkerReport(free_cache_tokens=1000, free_adapter_bytes=100, costs=StepCosts())
 REQUEST = RoutedRequest(adapter="a", adapter_bytes=10, prompt_tokens=20, output_tokens=5)
 
 

@@ -36,9 +36,9 @@ def status(*, url: UrlOption = LOCAL, api_key: ApiKeyOption = None, as_json: Jso
     from rich.table import Table
 
     names = ("worker", "node", "process", "state", "layers", "rank", "adapters", "steps", "ms a step", "ms a hop")
-    table = Table(*names, "sent", box=None, pad_edge=False)
+    table = Table(*names, "sent", "running", "waiting", "cache", box=None, pad_edge=False)
     for worker in engine["workers"]:
-        table.add_row(*_place(worker), *_load(worker["work"], decimal))
+        table.add_row(*_place(worker), *_work(worker["work"], decimal), *_load(worker["load"]))
     console = Console()
     console.print(table)
     console.print(
@@ -61,9 +61,16 @@ def _place(worker: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _load(work: Mapping[str, Any] | None, size: Any) -> tuple[str, ...]:
+def _work(work: Mapping[str, Any] | None, size: Any) -> tuple[str, ...]:
     if work is None:
         return ("",) * 4
     steps = work["num_steps"]
     compute, hop = (f"{1000 * work[key] / steps:.1f}" if steps else "" for key in ("compute_seconds", "hop_seconds"))
     return str(steps), compute, hop, size(work["hop_bytes"])
+
+
+def _load(load: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Of a replica."""
+    if load is None:
+        return ("",) * 3
+    return str(load["num_running"]), str(load["num_waiting"]), f"{load['kv_cache_usage']:.0%}"

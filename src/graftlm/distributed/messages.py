@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from graftlm.adapters import Adapter
 from graftlm.config import EngineConfig
 from graftlm.engine.scheduler import ScheduledSequence
 from graftlm.models.layer_span import LayerSpan
@@ -84,6 +85,11 @@ class AdapterRecipe:
     digest: str
     parts: tuple[AdapterPart, ...]
 
+    @staticmethod
+    def of(adapter: Adapter) -> AdapterRecipe:
+        parts = tuple(_part(part, weight) for part, weight in adapter.parts or ((adapter, None),))
+        return AdapterRecipe(name=adapter.name, digest=adapter.digest, parts=parts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepKey:
@@ -111,3 +117,9 @@ class StageReply:
     output: PackedTensor
     compute_seconds: float
     adapter_bytes: int
+
+
+def _part(adapter: Adapter, weight: float | None) -> AdapterPart:
+    if adapter.source is None:
+        raise ValueError(f"{adapter.name} was not read from a file")
+    return AdapterPart(name=adapter.name, source=adapter.source.absolute(), digest=adapter.digest, weight=weight)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from graftlm.adapters import Adapter, LoadedAdapter
 from graftlm.distributed.messages import (
-    AdapterPart,
     AdapterRecipe,
     PackedTensor,
     StageDescription,
@@ -240,7 +239,7 @@ class PipelineExecutor:
 
     def _ensure_adapter(self, adapter: Adapter) -> None:
         """Have every stage know an adapter; those that do not yet read it at the same time."""
-        recipe = _recipe(adapter)
+        recipe = AdapterRecipe.of(adapter)
         asked = [
             (index, member, member.worker.ensure_adapter(recipe))
             for index, member in sorted(self._members.items())
@@ -264,14 +263,3 @@ class PipelineExecutor:
                 self._answer(index, member.worker.forget_adapters(gone))
                 for digest in gone:
                     del member.adapters[digest]
-
-
-def _recipe(adapter: Adapter) -> AdapterRecipe:
-    parts = tuple(_part(part, weight) for part, weight in adapter.parts or ((adapter, None),))
-    return AdapterRecipe(name=adapter.name, digest=adapter.digest, parts=parts)
-
-
-def _part(adapter: Adapter, weight: float | None) -> AdapterPart:
-    if adapter.source is None:
-        raise ValueError(f"{adapter.name} was not read from a file")
-    return AdapterPart(name=adapter.name, source=adapter.source, digest=adapter.digest, weight=weight)

@@ -1,43 +1,24 @@
-"""Workers that are Ray actors. The only module that knows Ray.
-
-An actor is never restarted by Ray: it would come back with an empty cache and say nothing. Its death is an error here,
-and the pipeline replaces it. Ray 2.60 sees an actor that was killed within 15 ms and one that is frozen never, so every
-wait has a deadline.
-"""
+"""Workers that are Ray actors."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
 import socket
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-import psutil
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from graftlm.config import EngineConfig
 from graftlm.distributed.gloo_collective import GlooCollective
 from graftlm.distributed.messages import AdapterRecipe, StageDescription, StagePlan, StageReply, StageStep
+from graftlm.distributed.ray_cluster import RayCall, RayCluster, RayProcess, actor_options, describe_here
 from graftlm.distributed.stage import Stage
-from graftlm.distributed.worker import WorkerLost
 from graftlm.engine.executor import WorkerInfo
-from graftlm.errors import ConfigurationError
-from graftlm.layers.collective import CollectiveFailed
-
-logger = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
-LOOPBACK = "127.0.0.1"
-# Of a cluster that is started here; what travels is hidden states and logits, one step at a time.
-OBJECT_STORE_BYTES = 256 << 20
 
 
 class StageProcess:
@@ -48,7 +29,7 @@ class StageProcess:
         self._stage: Stage | None = None
 
     def describe(self) -> StageDescription:
-        return StageDescription(node=ray.get_runtime_context().get_node_id(), pid=os.getpid())
+        return describe_here()
 
     def load(self, plan: StagePlan) -> StageDescription:
         collective = None
@@ -66,46 +47,15 @@ class StageProcess:
         return getattr(self._stage, method)(*arguments)
 
 
-class RayCall(Generic[Answer]):
-    def __init__(self, worker_id: str, reference: Any) -> None:
-        self._worker_id = worker_id
-        self._reference = reference
-
-    def result(self, timeout_seconds: float) -> Answer:
-        if self._reference is None:
-            raise WorkerLost(f"{self._worker_id} answered something else")
-        reference, self._reference = self._reference, None
-        try:
-            answer: Answer = ray.get(reference, timeout=max(timeout_seconds, 0.0))
-        except RayTaskError as error:
-            if isinstance(error.cause, CollectiveFailed):
-                raise WorkerLost(f"{self._worker_id}: {error.cause}") from error
-            raise error.cause from error
-        except GetTimeoutError as error:
-            raise WorkerLost(f"{self._worker_id} has not answered for {timeout_seconds:.0f} s") from error
-        except RayError as error:
-            raise WorkerLost(f"{self._worker_id} is dead ({type(error).__name__})") from error
-        return answer
-
-    @property
-    def is_done(self) -> bool:
-        return self._reference is None or bool(ray.wait([self._reference], timeout=0)[0])
-
-
-class RayWorker:
+class RayWorker(RayProcess):
     """`Worker` in an actor. node: the Ray node it was asked to be on, if any."""
 
     def __init__(self, worker_id: str, actor: Any, node: str | None) -> None:
-        self.id = worker_id
+        super().__init__(worker_id, actor)
         self.node = node
-        self._actor = actor
-        self._where: RayCall[StageDescription] = RayCall(worker_id, actor.describe.remote())
-        self._description: StageDescription | None = None
-        # Knows when it began, so that another process with its number is never taken for it.
-        self._process: psutil.Process | None = None
 
     def load(self, plan: StagePlan) -> RayCall[StageDescription]:
-        return RayCall(self.id, self._actor.load.remote(plan))
+        return self._call("load", plan)
 
     def begin(self, epoch: int) -> RayCall[None]:
         return self._ask("begin", epoch)
@@ -119,28 +69,8 @@ class RayWorker:
     def step(self, step: StageStep) -> RayCall[StageReply]:
         return self._ask("step", step)
 
-    def kill(self) -> None:
-        """A worker on this machine is killed by the system too: Ray asks a process to go, which a frozen one does not
-        hear."""
-        if self.description is not None and self._process is not None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._process.kill()
-        with contextlib.suppress(RayError):
-            ray.kill(self._actor, no_restart=True)
-
-    @property
-    def description(self) -> StageDescription | None:
-        """Where it is; None while it starts, or if it is dead."""
-        if self._description is None and self._where.is_done:
-            with contextlib.suppress(WorkerLost, psutil.NoSuchProcess):
-                description = self._where.result(1.0)
-                if description.node == ray.get_runtime_context().get_node_id():
-                    self._process = psutil.Process(description.pid)
-                self._description = description
-        return self._description
-
     def _ask(self, method: str, *arguments: Any) -> RayCall[Any]:
-        return RayCall(self.id, self._actor.ask.remote(method, *arguments))
+        return self._call("ask", method, *arguments)
 
 
 class RayPool:
@@ -154,10 +84,7 @@ class RayPool:
     def __init__(self, config: EngineConfig) -> None:
         num_workers = config.num_stages * config.tensor_parallel
         self._num_threads = config.worker_cpus or max(1, torch.get_num_threads() // num_workers)
-        self._owns_connection = not ray.is_initialized()
-        if self._owns_connection:
-            _connect(config.ray_address, num_cpus=num_workers * self._num_threads)
-        _check_size(num_workers, self._num_threads)
+        self._cluster = RayCluster(config.ray_address, num_processes=num_workers, cpus_each=self._num_threads)
         self._spares: list[RayWorker] = []
         self._stores: list[TCPStore] = []
         self._num_spawned = 0
@@ -202,47 +129,13 @@ class RayPool:
                 spare.kill()
             self._spares.clear()
             self._stores.clear()
-        if self._owns_connection:
-            ray.shutdown()
+        self._cluster.close()
 
     def _spawn(self, node: str | None) -> RayWorker:
         """A spare reserves no cores: while it waits it uses none."""
-        options: dict[str, Any] = {"num_cpus": self._num_threads, "scheduling_strategy": "SPREAD"}
+        options = actor_options(self._num_threads, scheduling_strategy="SPREAD")
         if node is not None:
-            options = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
+            options = actor_options(0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True))
         self._num_spawned += 1
-        actor_class = ray.remote(StageProcess).options(max_restarts=0, max_task_retries=0, **options)
+        actor_class = ray.remote(StageProcess).options(**options)
         return RayWorker(f"worker-{self._num_spawned}", actor_class.remote(self._num_threads), node)
-
-
-def _connect(address: str | None, *, num_cpus: int) -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-    if address is None:
-        options |= {
-            "address": "local",
-            "num_cpus": num_cpus,
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_BYTES,
-            "_node_ip_address": LOOPBACK,
-        }
-    else:
-        options["address"] = address
-    try:
-        ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError) as cause:
-        raise ConfigurationError(
-            "Ray cannot be reached", got=address or "a new local cluster", do=str(cause)[:200]
-        ) from cause
-
-
-def _check_size(num_workers: int, worker_cpus: int) -> None:
-    """Ray would wait for more cores to join."""
-    num_cpus = int(ray.cluster_resources().get("CPU", 0))
-    if num_cpus < num_workers * worker_cpus:
-        raise ConfigurationError(
-            "the Ray cluster has too few cores for the workers",
-            got=f"{num_workers} workers of {worker_cpus} cores",
-            allowed=f"{num_cpus} cores",
-            do="lower workers or worker_cpus",
-        )

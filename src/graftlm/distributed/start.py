@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -14,6 +16,8 @@ from graftlm.distributed.gang import GangPool
 from graftlm.distributed.messages import StagePlan
 from graftlm.distributed.partition import balanced_spans, end_weights, explicit_spans, layer_weights
 from graftlm.distributed.pipeline import PipelineExecutor
+from graftlm.distributed.replica_residency import ReplicaResidency
+from graftlm.distributed.replicated_model import ReplicatedModel
 from graftlm.distributed.worker import WorkerPool
 from graftlm.engine.cache_plan import plan_cache
 from graftlm.engine.load_options import choose_dtype
@@ -39,14 +43,39 @@ def serve_on_ray(config: EngineConfig, checkpoint: Checkpoint, residency: Reside
         ConfigurationError: Ray is not installed, or cannot be reached.
         CheckpointError
     """
+    with _importing_ray(config):
+        from graftlm.distributed.ray_workers import RayPool
+    return serve_on_workers(config, checkpoint, residency, RayPool(config))
+
+
+def serve_on_replicas(config: EngineConfig, checkpoint: Checkpoint) -> ReplicatedModel:
+    """A model on as many whole engines as the config says, in Ray actors.
+
+    Raises:
+        ConfigurationError: Ray is not installed.
+        CheckpointError
+    """
+    with _importing_ray(config):
+        from graftlm.distributed.ray_replicas import RayReplicaPool
+    return ReplicatedModel(config, checkpoint, RayReplicaPool)
+
+
+def residency_on_replicas(config: EngineConfig) -> ReplicaResidency:
+    """Where the adapters of replicas are."""
+    return ReplicaResidency(config.adapter_memory_bytes)
+
+
+@contextmanager
+def _importing_ray(config: EngineConfig) -> Iterator[None]:
     if config.ray_address is None:
         # Ray reads it when it is imported. Off, the node's address is 127.0.0.1, and nothing listens on any other.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:
-        from graftlm.distributed.ray_workers import RayPool
+        yield
     except ImportError as cause:
-        raise ConfigurationError("workers need Ray", got=str(cause), do="pip install 'graftlm[ray]'") from cause
-    return serve_on_workers(config, checkpoint, residency, RayPool(config))
+        raise ConfigurationError(
+            "workers and replicas need Ray", got=str(cause), do="pip install 'graftlm[ray]'"
+        ) from cause
 
 
 def serve_on_workers(

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from graftlm.adapters import Adapter, AdapterChoice, choice_name
 from graftlm.config import EngineConfig
-from graftlm.engine.adapter_loader import BackgroundLoader
 from graftlm.engine.background_thread import background_thread
 from graftlm.engine.base import Base
 from graftlm.engine.completion_rate import CompletionRate
@@ -27,6 +26,7 @@ from graftlm.engine.memory import return_free_memory
 from graftlm.engine.metrics import EngineNumbers, EngineState
 from graftlm.engine.outputs import RequestFailure, RequestOutput
 from graftlm.engine.prompt import Prompt, check_length
+from graftlm.engine.request import Resumption
 from graftlm.engine.request_stream import RequestStream, deadline_exceeded
 from graftlm.engine.residency import ResidencyState
 from graftlm.engine.sampling_params import SamplingParams
@@ -51,9 +51,7 @@ class AsyncLLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._engine: Engine | None = Engine(
-            EngineConfig(model=model, **options), make_loader=lambda read: BackgroundLoader(read, self.wake)
-        )
+        self._engine: Engine | None = Engine(EngineConfig(model=model, **options), wake=self.wake)
         # Adapters are read for the first time in a thread of their own: those who wait must not take the threads in
         # which other requests are tokenised.
         self._checks = background_thread("graft-checks")
@@ -228,6 +226,7 @@ class AsyncLLM:
         adapter: AdapterChoice | None = None,
         timeout: float | None = None,
         tenant: Tenant | None = None,
+        resume: Resumption | None = None,
     ) -> RequestStream:
         """Check a request completely, queue it, and return the stream of its deltas.
 
@@ -235,6 +234,7 @@ class AsyncLLM:
             timeout: seconds from now after which the request is stopped wherever it is, and its stream ends with
                 DeadlineExceeded.
             tenant: on whose account it runs; default: the adapter's.
+            resume: which answers to go on with, and what they have so far; deltas are of what comes after.
 
         Raises:
             InvalidRequest, ContextLengthExceeded, ModelNotFound, AdapterError, EngineClosed
@@ -246,7 +246,7 @@ class AsyncLLM:
         engine = self._open()
         self._check_room(engine.config, params.n)
         begun = asyncio.get_running_loop().time()
-        job = await self._make_job(engine, prompt, params, adapter, timeout, tenant)
+        job = await self._make_job(engine, prompt, params, adapter, timeout, tenant, resume)
         try:
             if not self._accepting:
                 raise _closed()
@@ -375,13 +375,15 @@ class AsyncLLM:
 
     def _check_room(self, config: EngineConfig, num_answers: int) -> None:
         unfinished = sum(stream.num_answers for stream in list(self._streams.values()))
-        limit = config.max_num_seqs + config.max_queued_requests
+        limit = config.max_num_seqs * config.num_replicas + config.max_queued_requests
         # Whatever the limit, one request alone may ask for more answers than that.
         if unfinished and (excess := unfinished + num_answers - limit) > 0:
             raise EngineOverloaded(
                 "too many requests are waiting",
                 got=f"{unfinished} unfinished answers",
-                allowed=f"max_num_seqs + max_queued_requests = {limit}",
+                allowed=f"max_num_seqs, of all replicas, + max_queued_requests = {limit}"
+                if config.replicas
+                else f"max_num_seqs + max_queued_requests = {limit}",
                 do="try again later",
                 retry_after_seconds=self._rate.seconds_until(excess, time.monotonic()),
             )
@@ -394,6 +396,7 @@ class AsyncLLM:
         adapter: AdapterChoice | None,
         timeout: float | None,
         tenant: Tenant | None,
+        resume: Resumption | None,
     ) -> Job:
         chosen = None if adapter is None else choice_name(adapter)
 
@@ -403,7 +406,7 @@ class AsyncLLM:
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._compilations, engine.compile_grammar, params, chosen)
             # Tokenising a long text takes a while; the event loop must not wait for it.
-            return await asyncio.to_thread(engine.make_job, prompt, params, chosen, tenant)
+            return await asyncio.to_thread(engine.make_job, prompt, params, chosen, tenant, resume)
 
         making = asyncio.ensure_future(make())
         try:

@@ -25,34 +25,31 @@ from graftlm.adapters.text import AdapterTexts
 from graftlm.adapters.weighted import combine_weights, is_weighted
 from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
-from graftlm.engine.adapter_loader import AdapterLoader, InlineLoader, ReadWeights
 from graftlm.engine.base import Base, load_text
-from graftlm.engine.block_pool import BlockPool
-from graftlm.engine.cache_blocks import CacheBlocks, CacheGroup
-from graftlm.engine.core import EngineCore
 from graftlm.engine.executor import WorkerInfo
 from graftlm.engine.job import Job
 from graftlm.engine.metrics import EngineMetrics, EngineState
-from graftlm.engine.policy import FairShare, FirstComeFirstServed
 from graftlm.engine.prompt import Prompt, PromptChecker
+from graftlm.engine.request import Resumption
 from graftlm.engine.residency import Residency, ResidencyState
+from graftlm.engine.runner import ComputableModel, JobRunner
 from graftlm.engine.sampling_params import SamplingParams
-from graftlm.engine.scheduler import Scheduler
-from graftlm.engine.served_model import ServedModel, serve_here
+from graftlm.engine.served_model import serve_here
 from graftlm.engine.tenant import Tenant
 from graftlm.errors import AdapterError, AdapterMemoryExceeded, AdapterUnsupported, ConfigurationError
 from graftlm.models.heap import trim_heap
 from graftlm.text import Tokenizer
 
-LoadModel = Callable[[EngineConfig, Checkpoint, Residency[LoadedAdapter]], ServedModel]
+LoadModel = Callable[[EngineConfig, Checkpoint, Residency[LoadedAdapter]], ComputableModel]
 
 
 class Engine:
     """A loaded base model, its adapters by name, and the core that runs jobs on them.
 
     Args:
-        make_loader: how weights that are not in memory are read, given what reads one adapter's.
-        load: makes the model ready; default: here, or on the workers the config asks for.
+        wake: lets a front end that does other things look for work, from any thread; weights that are not in memory
+            are then read beside its steps, and else in them.
+        load: makes the model ready; default: here, or in the processes the config asks for.
 
     Raises:
         ConfigurationError: an option cannot be met here.
@@ -64,19 +61,19 @@ class Engine:
         self,
         config: EngineConfig,
         *,
-        make_loader: Callable[[ReadWeights], AdapterLoader] = InlineLoader,
+        wake: Callable[[], None] | None = None,
         load: LoadModel | None = None,
     ) -> None:
         load = load or _load
         self.config = config
         self.model_name = config.name or Path(config.model).name.removesuffix(".gguf")
         self._folder = None if config.adapter_dir is None else _adapter_folder(config.adapter_dir)
-        self._residency: Residency[LoadedAdapter] = Residency(config.adapter_memory_bytes)
+        self._residency = _residency(config)
         self.registry = AdapterRegistry(base_name=self.model_name, forget=self._residency.discard, folder=self._folder)
         self._checking = threading.Lock()
         checkpoint = open_checkpoint(config.model)
         model = load(config, checkpoint, self._residency)
-        self._executor = model.executor
+        self._model = model
         base = load_text(checkpoint, model.vocab_size)
         checkpoint.close()
         self._whole = None if model.decoder is None else Base(decoder=model.decoder, **vars(base))
@@ -86,7 +83,14 @@ class Engine:
         self._has_all_layers = model.has_all_layers
         self._texts = AdapterTexts(self.tokenizer, base.folder)
         self.metrics = EngineMetrics(base_name=self.model_name)
-        self.core = _core(config, model, self.registry, self.metrics, self._residency, make_loader(self._read_weights))
+        self.core: JobRunner = model.runner(
+            config,
+            registry=self.registry,
+            metrics=self.metrics,
+            residency=self._residency,
+            read_weights=self._read_weights,
+            wake=wake,
+        )
         self._checker = PromptChecker(
             self.tokenizer,
             vocab_size=model.vocab_size,
@@ -109,22 +113,22 @@ class Engine:
         """
         if self._whole is None:
             raise ConfigurationError(
-                "training beside serving needs the model in one process", do="serve without workers"
+                "training beside serving needs the model in one process", do="serve without workers and replicas"
             )
         return self._whole
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
         """The processes that compute, if they are others."""
-        return self._executor.workers
+        return self._model.workers
 
     @property
     def num_lost_workers(self) -> int:
-        return self._executor.num_lost_workers
+        return self._model.num_lost_workers
 
     def close(self) -> None:
         """Let go of everything outside this process. May be called twice."""
-        self._executor.close()
+        self._model.close()
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
@@ -139,6 +143,7 @@ class Engine:
             num_free_blocks=self.core.num_free_blocks,
             num_blocks=self.core.num_blocks,
             num_adapters=len(self._residency.resident),
+            resident=self._residency.resident,
             adapter_bytes=self._residency.max_bytes - self._residency.free_bytes,
             is_resident={
                 name: self._residency.state(adapter.digest) == "resident"
@@ -302,16 +307,24 @@ class Engine:
         return adapter
 
     def make_job(
-        self, prompt: Prompt, params: SamplingParams, adapter: str | None, tenant: Tenant | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        adapter: str | None,
+        tenant: Tenant | None = None,
+        resume: Resumption | None = None,
     ) -> Job:
         """A checked job that holds its adapter. It goes to the core, which lets go when the job ends, or to `discard`.
+
+        Args:
+            tenant, resume: as for `PromptChecker.job`.
 
         Raises:
             InvalidRequest, ContextLengthExceeded, ModelNotFound, AdapterError
         """
         held = self._acquire(adapter)
         try:
-            return self._checker.job(prompt, params, held, tenant)
+            return self._checker.job(prompt, params, held, tenant, resume)
         except BaseException:
             if held is not None:
                 self.registry.release(held)
@@ -381,42 +394,21 @@ def _adapter_folder(folder: str | Path) -> AdapterFolder:
     return AdapterFolder(path)
 
 
-def _core(
-    config: EngineConfig,
-    model: ServedModel,
-    registry: AdapterRegistry,
-    metrics: EngineMetrics,
-    residency: Residency[LoadedAdapter],
-    loader: AdapterLoader,
-) -> EngineCore:
-    groups = [
-        CacheGroup(window=window, pool=BlockPool(num_blocks))
-        for window, num_blocks in zip(model.windows, model.plan.num_blocks, strict=True)
-    ]
-    blocks = CacheBlocks(groups, block_size=config.block_size, chunk_tokens=config.chunk_tokens)
-    scheduler = Scheduler(
-        blocks,
-        residency=residency,
-        policy=FairShare(config.fair_shares) if config.scheduling == "fair" else FirstComeFirstServed(),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        prefix_cache=config.prefix_cache,
-        length_regimes=model.length_regimes,
-    )
-    return EngineCore(
-        scheduler=scheduler,
-        executor=model.executor,
-        blocks=blocks,
-        registry=registry,
-        metrics=metrics,
-        residency=residency,
-        loader=loader,
-    )
+def _residency(config: EngineConfig) -> Residency[LoadedAdapter]:
+    if config.replicas is None:
+        return Residency(config.adapter_memory_bytes)
+    from graftlm.distributed.start import residency_on_replicas
+
+    return residency_on_replicas(config)
 
 
-def _load(config: EngineConfig, checkpoint: Checkpoint, residency: Residency[LoadedAdapter]) -> ServedModel:
-    if not config.has_workers:
-        return serve_here(config, checkpoint, residency)
-    from graftlm.distributed.start import serve_on_ray
+def _load(config: EngineConfig, checkpoint: Checkpoint, residency: Residency[LoadedAdapter]) -> ComputableModel:
+    if config.replicas is not None:
+        from graftlm.distributed.start import serve_on_replicas
 
-    return serve_on_ray(config, checkpoint, residency)
+        return serve_on_replicas(config, checkpoint)
+    if config.has_workers:
+        from graftlm.distributed.start import serve_on_ray
+
+        return serve_on_ray(config, checkpoint, residency)
+    return serve_here(config, checkpoint, residency)

@@ -35,11 +35,21 @@ class WorkerWork:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkerLoad:
+    """How full a replica is. num_running, num_waiting: answers. kv_cache_usage: from 0 to 1."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerInfo:
-    """A process that computes some of the layers.
+    """A process that computes some of the layers, or all of them: a replica.
 
     node: where it is. layers: (start, stop); None for a spare. rank: where several share these layers out by tensors.
     adapters: names of those it holds weights of. work: of the stage's first rank; None for the others and for spares.
+    load: of a replica; None for all others.
     """
 
     id: str
@@ -50,6 +60,7 @@ class WorkerInfo:
     state: WorkerState
     rank: int | None = None
     work: WorkerWork | None = None
+    load: WorkerLoad | None = None
 
 
 class CacheLost(Exception):

@@ -72,6 +72,7 @@ class EngineState:
     """How full an engine is.
 
     num_running, num_waiting: answers. num_adapters: in memory. adapter_bytes: of those, and of what is being read.
+    resident: the digests of those in memory, weighted sums included.
     is_resident: of every adapter that has been read, by name, whether it is in memory now.
     """
 
@@ -81,6 +82,7 @@ class EngineState:
     num_blocks: int
     num_adapters: int
     adapter_bytes: int
+    resident: frozenset[str]
     is_resident: Mapping[str, bool]
 
 

@@ -12,7 +12,7 @@ from graftlm.engine.answer import AnswerText
 from graftlm.engine.cache_plan import CachePlan
 from graftlm.engine.grammar import Grammar, GrammarCompiler
 from graftlm.engine.job import Job
-from graftlm.engine.request import Request
+from graftlm.engine.request import Request, Resumption
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.engine.tenant import Tenant
 from graftlm.errors import ContextLengthExceeded, InvalidRequest
@@ -97,11 +97,19 @@ class PromptChecker:
             end_token_ids=self._end_token_ids_of(adapter),
         )
 
-    def job(self, prompt: Prompt, params: SamplingParams, adapter: Adapter | None, tenant: Tenant | None = None) -> Job:
+    def job(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        adapter: Adapter | None,
+        tenant: Tenant | None = None,
+        resume: Resumption | None = None,
+    ) -> Job:
         """A job ready to run. `adapter` was acquired by the caller.
 
         Args:
             tenant: on whose account; default: the adapter's, which is "" for the base.
+            resume: only these answers are computed, from what they have on; default: all of them from the start.
 
         Raises:
             InvalidRequest, ContextLengthExceeded
@@ -141,12 +149,17 @@ class PromptChecker:
             )
             for index in range(params.n)
         )
+        texts = tuple(AnswerText(request, tokenizer) for request in requests)
+        if resume is not None:
+            requests = tuple(requests[index] for index in resume)
+            for request in requests:
+                _resume(request, resume[request.index], texts[request.index])
         return Job(
             job_id=job_id,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
             requests=requests,
-            texts=tuple(AnswerText(request, tokenizer) for request in requests),
+            texts=texts,
             adapter=adapter,
             tokenizer=tokenizer,
         )
@@ -186,6 +199,15 @@ class PromptChecker:
                 got=repr(token_id),
                 allowed=f"integers from 0 to {vocab_size - 1}",
             )
+
+
+def _resume(request: Request, token_ids: Sequence[int], text: AnswerText) -> None:
+    """Bring an answer to where it was: its tokens are known, and its text was told."""
+    for token_id in token_ids:
+        request.output_token_ids.append(token_id)
+        if request.grammar is not None:
+            request.grammar.advance(token_id)
+        text.push(token_id)
 
 
 def check_length(text: str, max_len: int) -> None:

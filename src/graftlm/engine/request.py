@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graftlm.engine.block_pool import BlockHash
@@ -9,6 +10,9 @@ from graftlm.engine.cache_blocks import BlockTable
 from graftlm.engine.grammar import Grammar
 from graftlm.engine.outputs import FinishReason
 from graftlm.engine.sampling_params import SamplingParams
+
+# Answers to go on with, by index, and the tokens that each has so far.
+Resumption = Mapping[int, Sequence[int]]
 
 
 @dataclass(kw_only=True, eq=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from graftlm.routing.costs import StepCosts
 from graftlm.routing.homes import AdapterHomes
 from graftlm.routing.prefix_index import PrefixIndex
 from graftlm.routing.worker_table import RoutedRequest, WorkerTable, WorkerView
@@ -31,14 +30,13 @@ class ExpectedCompletion:
         + waiting for room in the KV cache
 
     Args:
-        costs: of workers' steps. clock: seconds, for how demand fades.
+        clock: seconds, for how demand fades.
         homes, prefixes: what the policy learns about; told by `choose`.
         sample: see `SAMPLE`. seed: of the random choices.
     """
 
     def __init__(
         self,
-        costs: StepCosts,
         *,
         clock: Callable[[], float],
         homes: AdapterHomes,
@@ -46,7 +44,6 @@ class ExpectedCompletion:
         sample: int = SAMPLE,
         seed: int = 0,
     ) -> None:
-        self._costs = costs
         self._clock = clock
         self._homes = homes
         self._prefixes = prefixes
@@ -67,7 +64,7 @@ class ExpectedCompletion:
 
     def seconds(self, request: RoutedRequest, view: WorkerView, *, is_home: bool) -> float:
         """Expected seconds until a worker is through with a request, and what that costs others."""
-        costs = self._costs
+        costs = view.costs
         rows = min(view.num_requests + 1, view.max_num_seqs)
         step = costs.step(rows=rows, adapters=min(rows, len(view.adapters)))
         own = request.output_tokens * step

@@ -7,10 +7,10 @@ and counts at once; otherwise everything that arrives between two reports would 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-Match = Callable[[str], int]
+from graftlm.routing.costs import StepCosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ class WorkerReport:
     adapters: digests in memory. num_loading: adapters that are being read, or wait to be.
     free_cache_tokens: room in the KV cache. free_adapter_bytes: room for adapters.
     num_accepted, num_ended: requests of the router that the report goes to which the worker had taken and ended.
+    costs: of its steps.
     """
 
     num_requests: int = 0
@@ -45,6 +46,7 @@ class WorkerReport:
     num_loading: int = 0
     free_cache_tokens: int
     free_adapter_bytes: int
+    costs: StepCosts
     num_accepted: int = 0
     num_ended: int = 0
 
@@ -58,6 +60,7 @@ class WorkerView:
 
     id: str
     max_num_seqs: int
+    costs: StepCosts
     num_requests: int = 0
     pending_prompt_tokens: int = 0
     adapters: set[str] = field(default_factory=set)
@@ -98,7 +101,7 @@ class WorkerTable:
     def join(self, worker_id: str, report: WorkerReport, *, max_num_seqs: int) -> None:
         """A worker can be chosen from now on."""
         self.leave(worker_id)
-        self._workers[worker_id] = WorkerView(id=worker_id, max_num_seqs=max_num_seqs)
+        self._workers[worker_id] = WorkerView(id=worker_id, max_num_seqs=max_num_seqs, costs=report.costs)
         self._listed = None
         self.report(worker_id, report)
 
@@ -119,6 +122,7 @@ class WorkerTable:
         view.num_requests = max(0, report.num_requests - max(0, view.num_ended - report.num_ended))
         view.pending_prompt_tokens = report.pending_prompt_tokens
         view.num_loading = report.num_loading
+        view.costs = report.costs
         view.free_cache_tokens = report.free_cache_tokens
         view.free_adapter_bytes = report.free_adapter_bytes
         self._hold(view, report.adapters)

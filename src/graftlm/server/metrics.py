@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graftlm.engine.async_llm import AsyncLLM
-from graftlm.engine.executor import WorkerInfo, WorkerWork
+from graftlm.engine.executor import WorkerInfo, WorkerLoad, WorkerWork
 from graftlm.engine.histogram import Histogram
 from graftlm.engine.metrics import EngineNumbers, EngineState, ModelMetrics
 from graftlm.server.callers import require_metrics
@@ -45,6 +45,15 @@ class WorkerSeries:
     kind: Literal["counter", "gauge"]
     text: str
     read: Callable[[WorkerWork], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaGauge:
+    """A number of each replica that rises and falls."""
+
+    name: str
+    text: str
+    read: Callable[[WorkerLoad], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +163,23 @@ WORKER_SERIES = (
         read=lambda work: work.adapter_bytes,
     ),
 )
+REPLICA_GAUGES = (
+    ReplicaGauge(
+        name="graft_replica_requests_running",
+        text="Answers being computed by a replica.",
+        read=lambda load: load.num_running,
+    ),
+    ReplicaGauge(
+        name="graft_replica_requests_waiting",
+        text="Answers in a replica's queue.",
+        read=lambda load: load.num_waiting,
+    ),
+    ReplicaGauge(
+        name="graft_replica_kv_cache_usage_perc",
+        text="Blocks of a replica's KV cache that are held, from 0 to 1.",
+        read=lambda load: load.kv_cache_usage,
+    ),
+)
 WORKER_ADAPTERS = ("graft_worker_adapters", "Adapters that a worker holds weights of.")
 REPLIES = ("graft_http_requests", "HTTP requests that were answered, by status.")
 ERRORS = ("graft_errors", "Errors that clients were told, by code; those inside of a stream included.")
@@ -177,6 +203,8 @@ def metric_table() -> Iterator[tuple[str, str, str, str]]:
     for worker in WORKER_SERIES:
         name = f"{worker.name}_total" if worker.kind == "counter" else worker.name
         yield name, worker.kind, WORKER, worker.text
+    for replica in REPLICA_GAUGES:
+        yield replica.name, "gauge", WORKER, replica.text
     yield WORKER_ADAPTERS[0], "gauge", WORKER, WORKER_ADAPTERS[1]
     yield f"{REPLIES[0]}_total", "counter", "status", REPLIES[1]
     yield f"{ERRORS[0]}_total", "counter", "code", ERRORS[1]
@@ -294,6 +322,12 @@ def _series_of_workers(workers: Sequence[WorkerInfo]) -> Iterator[Family]:
             if worker.work is not None:
                 values.add_metric([worker.id], series.read(worker.work))
         yield values
+    for gauge in REPLICA_GAUGES:
+        loads = GaugeMetricFamily(gauge.name, gauge.text, labels=[WORKER])
+        for worker in workers:
+            if worker.load is not None:
+                loads.add_metric([worker.id], gauge.read(worker.load))
+        yield loads
 
 
 def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:

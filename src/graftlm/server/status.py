@@ -39,9 +39,17 @@ class WorkStatus(TypedDict):
     adapter_bytes: int
 
 
+class LoadStatus(TypedDict):
+    """As `WorkerLoad`."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+
+
 class WorkerStatus(TypedDict):
     """layers: from the first to before the second; null for a spare. rank: null where no others share them.
-    work: of the first rank; null for the others and for spares."""
+    work: of the first rank; null for the others and for spares. load: of a replica; null for all others."""
 
     id: str
     node: str
@@ -51,6 +59,7 @@ class WorkerStatus(TypedDict):
     adapters: tuple[str, ...]
     state: WorkerState
     work: WorkStatus | None
+    load: LoadStatus | None
 
 
 class EngineStatus(TypedDict):
@@ -108,7 +117,7 @@ def _engine_status(llm: AsyncLLM) -> EngineStatus:
 
 
 def _worker_status(worker: WorkerInfo) -> WorkerStatus:
-    work = worker.work
+    work, load = worker.work, worker.load
     return {
         "id": worker.id,
         "node": worker.node,
@@ -125,6 +134,13 @@ def _worker_status(worker: WorkerInfo) -> WorkerStatus:
             "hop_seconds": work.hop_seconds,
             "hop_bytes": work.hop_bytes,
             "adapter_bytes": work.adapter_bytes,
+        },
+        "load": None
+        if load is None
+        else {
+            "num_running": load.num_running,
+            "num_waiting": load.num_waiting,
+            "kv_cache_usage": load.kv_cache_usage,
         },
     }
 

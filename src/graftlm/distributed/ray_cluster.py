@@ -1,0 +1,160 @@
+"""A Ray cluster that is there, or one started here, and processes on it.
+
+An actor is never restarted by Ray: it would come back empty and say nothing. Ray 2.60 sees an actor that was killed
+within 15 ms and one that is frozen never, so every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any, Generic, TypeVar
+
+import psutil
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from graftlm.distributed.messages import StageDescription
+from graftlm.distributed.worker import WorkerLost
+from graftlm.errors import ConfigurationError
+from graftlm.layers.collective import CollectiveFailed
+
+Answer = TypeVar("Answer")
+LOOPBACK = "127.0.0.1"
+# Of a cluster that is started here; what travels is hidden states, logits and tokens, one step at a time.
+OBJECT_STORE_BYTES = 256 << 20
+
+
+class RayCluster:
+    """The cluster that this process is connected to already, or the one at `address`, or one that is started here and
+    ends with this object.
+
+    Args:
+        num_processes, cpus_each: that will be wanted of it.
+
+    Raises:
+        ConfigurationError: there is no cluster at `address`, or it is too small.
+    """
+
+    def __init__(self, address: str | None, *, num_processes: int, cpus_each: int) -> None:
+        self._is_ours = not ray.is_initialized()
+        if self._is_ours:
+            _connect(address, num_cpus=num_processes * cpus_each)
+        _check_size(num_processes, cpus_each)
+
+    def close(self) -> None:
+        """End what was started here. May be called twice."""
+        if self._is_ours:
+            ray.shutdown()
+
+
+class RayCall(Generic[Answer]):
+    """`Call` of an actor's method."""
+
+    def __init__(self, process_id: str, reference: Any) -> None:
+        self._process_id = process_id
+        self._reference = reference
+
+    def result(self, timeout_seconds: float) -> Answer:
+        if self._reference is None:
+            raise WorkerLost(f"{self._process_id} answered something else")
+        reference, self._reference = self._reference, None
+        try:
+            answer: Answer = ray.get(reference, timeout=max(timeout_seconds, 0.0))
+        except RayTaskError as error:
+            if isinstance(error.cause, CollectiveFailed):
+                raise WorkerLost(f"{self._process_id}: {error.cause}") from error
+            raise error.cause from error
+        except GetTimeoutError as error:
+            raise WorkerLost(f"{self._process_id} has not answered for {timeout_seconds:.0f} s") from error
+        except RayError as error:
+            raise WorkerLost(f"{self._process_id} is dead ({type(error).__name__})") from error
+        return answer
+
+    @property
+    def is_done(self) -> bool:
+        return self._reference is None or bool(ray.wait([self._reference], timeout=0)[0])
+
+
+class RayProcess:
+    """A process on the cluster.
+
+    Args:
+        actor: has a method `describe` that answers as soon as it has started.
+    """
+
+    def __init__(self, process_id: str, actor: Any) -> None:
+        self.id = process_id
+        self._actor = actor
+        self._where: RayCall[StageDescription] = RayCall(process_id, actor.describe.remote())
+        self._description: StageDescription | None = None
+        # Knows when it began, so that another process with its number is never taken for it.
+        self._process: psutil.Process | None = None
+
+    @property
+    def description(self) -> StageDescription | None:
+        """Where it is; None while it starts, or if it is dead."""
+        if self._description is None and self._where.is_done:
+            with contextlib.suppress(WorkerLost, psutil.NoSuchProcess):
+                description = self._where.result(1.0)
+                if description.node == ray.get_runtime_context().get_node_id():
+                    self._process = psutil.Process(description.pid)
+                self._description = description
+        return self._description
+
+    def kill(self) -> None:
+        """End it, however it is. May be called twice.
+
+        A process on this machine is killed by the system too: Ray asks it to go, which a frozen one does not hear.
+        """
+        if self.description is not None and self._process is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._process.kill()
+        with contextlib.suppress(RayError):
+            ray.kill(self._actor, no_restart=True)
+
+    def _call(self, method: str, *arguments: Any) -> RayCall[Any]:
+        return RayCall(self.id, getattr(self._actor, method).remote(*arguments))
+
+
+def describe_here() -> StageDescription:
+    """Where the actor is in which this is called."""
+    return StageDescription(node=ray.get_runtime_context().get_node_id(), pid=os.getpid())
+
+
+def actor_options(num_cpus: int, **options: Any) -> dict[str, Any]:
+    """Options of an actor that is never restarted."""
+    return {"max_restarts": 0, "max_task_retries": 0, "num_cpus": num_cpus, **options}
+
+
+def _connect(address: str | None, *, num_cpus: int) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    if address is None:
+        options |= {
+            "address": "local",
+            "num_cpus": num_cpus,
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_node_ip_address": LOOPBACK,
+        }
+    else:
+        options["address"] = address
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError) as cause:
+        raise ConfigurationError(
+            "Ray cannot be reached", got=address or "a new local cluster", do=str(cause)[:200]
+        ) from cause
+
+
+def _check_size(num_processes: int, cpus_each: int) -> None:
+    """Ray would wait for more cores to join."""
+    num_cpus = int(ray.cluster_resources().get("CPU", 0))
+    if num_cpus < num_processes * cpus_each:
+        raise ConfigurationError(
+            "the Ray cluster has too few cores for the workers",
+            got=f"{num_processes} workers of {cpus_each} cores",
+            allowed=f"{num_cpus} cores",
+            do="lower workers, replicas or worker_cpus",
+        )

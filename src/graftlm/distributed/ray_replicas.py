@@ -1,0 +1,83 @@
+"""Replicas that are Ray actors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import ray
+import torch
+
+from graftlm.config import EngineConfig
+from graftlm.distributed.messages import AdapterRecipe, StageDescription
+from graftlm.distributed.ray_cluster import RayCall, RayCluster, RayProcess, actor_options, describe_here
+from graftlm.distributed.replica import Replica
+from graftlm.distributed.replica_messages import ReplicaNews, ReplicaRequest
+
+
+class ReplicaActor:
+    """What runs in the process: an event loop beside the engine's thread, so that it answers while that computes."""
+
+    def __init__(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        self._replica: Replica | None = None
+
+    async def describe(self) -> StageDescription:
+        return describe_here()
+
+    async def load(self, config: EngineConfig) -> StageDescription:
+        self._replica = await asyncio.to_thread(Replica, config)
+        await self._replica.measure()
+        return describe_here()
+
+    async def submit(self, request: ReplicaRequest) -> None:
+        self._loaded().submit(request)
+
+    async def abort(self, job_id: str) -> None:
+        self._loaded().abort(job_id)
+
+    async def poll(self, forget: Sequence[str], prepare: Sequence[AdapterRecipe]) -> ReplicaNews:
+        return await self._loaded().poll(forget=forget, prepare=prepare)
+
+    def _loaded(self) -> Replica:
+        if self._replica is None:
+            raise RuntimeError("nothing was loaded")
+        return self._replica
+
+
+class RayReplica(RayProcess):
+    """A replica in an actor. What is asked of it after its death is lost; `poll` says so."""
+
+    def load(self, config: EngineConfig) -> RayCall[StageDescription]:
+        return self._call("load", config)
+
+    def submit(self, request: ReplicaRequest) -> None:
+        self._call("submit", request)
+
+    def abort(self, job_id: str) -> None:
+        self._call("abort", job_id)
+
+    def poll(self, forget: Sequence[str], prepare: Sequence[AdapterRecipe]) -> RayCall[ReplicaNews]:
+        return self._call("poll", tuple(forget), tuple(prepare))
+
+
+class RayReplicaPool:
+    """Where replicas come from: the cluster of a config. Methods may be called from any thread.
+
+    Raises:
+        ConfigurationError: there is no cluster at `ray_address`, or it is too small.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._num_threads = config.worker_cpus or max(1, torch.get_num_threads() // config.num_replicas)
+        self._cluster = RayCluster(config.ray_address, num_processes=config.num_replicas, cpus_each=self._num_threads)
+
+    def start(self, replica_id: str) -> RayReplica:
+        """A process that has loaded nothing."""
+        options = actor_options(self._num_threads, scheduling_strategy="SPREAD")
+        actor_class = ray.remote(ReplicaActor).options(**options)
+        return RayReplica(replica_id, actor_class.remote(self._num_threads))
+
+    def close(self) -> None:
+        """End the cluster if it is the pool's own. May be called twice."""
+        self._cluster.close()

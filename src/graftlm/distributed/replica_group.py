@@ -1,0 +1,275 @@
+"""The replicas themselves: started, listened to, replaced, and chosen among. Knows nothing of the jobs they are sent.
+
+Each replica has a thread here. Everything may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Protocol
+
+from graftlm.adapters import AdapterRegistry
+from graftlm.config import EngineConfig
+from graftlm.distributed.messages import AdapterRecipe, StageDescription
+from graftlm.distributed.replica_messages import ReplicaEvent, ReplicaNews, ReplicaRequest, ReplicaStatus
+from graftlm.distributed.replica_residency import ReplicaResidency
+from graftlm.distributed.worker import Call, WorkerLost
+from graftlm.errors import EngineClosed
+from graftlm.routing.expected_completion import ExpectedCompletion
+from graftlm.routing.homes import AdapterHomes
+from graftlm.routing.prefix_index import PrefixIndex
+from graftlm.routing.worker_table import RoutedRequest, WorkerTable
+
+logger = logging.getLogger(__name__)
+
+# Importing torch, reading weights from a cold disk.
+LOAD_SECONDS = 900.0
+# Of a replica that cannot be started again: the first wait, doubled each time, and the longest.
+RETRY_SECONDS = (1.0, 60.0)
+# Adapters that a replica is told at once to read in advance.
+MAX_PREPARED = 4
+
+
+class ReplicaHandle(Protocol):
+    """A process with a replica in it."""
+
+    @property
+    def id(self) -> str: ...
+
+    def load(self, config: EngineConfig) -> Call[StageDescription]: ...
+
+    def submit(self, request: ReplicaRequest) -> None: ...
+
+    def abort(self, job_id: str) -> None: ...
+
+    def poll(self, forget: Sequence[str], prepare: Sequence[AdapterRecipe]) -> Call[ReplicaNews]: ...
+
+    def kill(self) -> None: ...
+
+
+class ReplicaPool(Protocol):
+    """Where replicas come from."""
+
+    def start(self, replica_id: str) -> ReplicaHandle: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(kw_only=True, eq=False)
+class Member:
+    """A replica that takes jobs. status: as it said last."""
+
+    handle: ReplicaHandle
+    description: StageDescription
+    status: ReplicaStatus
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Joined:
+    """A replica can be chosen."""
+
+    member: Member
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lost:
+    """A replica is gone, and with it what it was sent."""
+
+    member: Member
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Said:
+    """A replica has told something of a job."""
+
+    member: Member
+    event: ReplicaEvent
+
+
+GroupEvent = Joined | Lost | Said
+
+
+class ReplicaGroup:
+    """As many replicas as the config says.
+
+    Args:
+        config: of the whole. replica_config: of each replica. registry: which adapters are needed.
+        tell: called in the replicas' threads with what happens.
+
+    Raises:
+        ConfigurationError, CheckpointError: a replica cannot be loaded.
+        EngineClosed: one is lost while it loads.
+    """
+
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        config: EngineConfig,
+        replica_config: EngineConfig,
+        *,
+        registry: AdapterRegistry,
+        residency: ReplicaResidency,
+        tell: Callable[[GroupEvent], None],
+    ) -> None:
+        self._pool = pool
+        self._config = config
+        self._replica_config = replica_config
+        self._registry = registry
+        self._residency = residency
+        self._tell = tell
+        self._lock = threading.RLock()
+        self._members: dict[str, Member] = {}
+        self._table = WorkerTable()
+        self._homes = AdapterHomes()
+        self._prefixes = PrefixIndex()
+        self._policy = ExpectedCompletion(clock=time.monotonic, homes=self._homes, prefixes=self._prefixes)
+        self._num_started = 0
+        self.num_lost = 0
+        self._closing = threading.Event()
+        self._handles: set[ReplicaHandle] = set()
+        first: SimpleQueue[Exception | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._keep, args=(first,), name=f"graft-replica-{index}", daemon=True)
+            for index in range(config.num_replicas)
+        ]
+        for thread in self._threads:
+            thread.start()
+        for _ in self._threads:
+            error = first.get()
+            if error is not None:
+                self.close()
+                raise error
+
+    @property
+    def members(self) -> list[Member]:
+        """Those that can be chosen."""
+        with self._lock:
+            return list(self._members.values())
+
+    def choose(self, request: RoutedRequest) -> Member | None:
+        """Where a request goes; it counts as sent. None while there is no replica."""
+        with self._lock:
+            if not self._members:
+                return None
+            chosen = self._policy.choose(request, self._table)
+            self._table.sent(chosen, request)
+            return self._members[chosen]
+
+    def ended(self, member: Member) -> None:
+        """A request that went to a replica is over."""
+        with self._lock:
+            self._table.ended(member.handle.id)
+
+    def close(self) -> None:
+        """End all replicas, and the pool. May be called twice."""
+        with self._lock:
+            self._closing.set()
+            handles = list(self._handles)
+        for handle in handles:
+            handle.kill()
+        for thread in self._threads:
+            thread.join()
+        self._pool.close()
+
+    def _keep(self, first: SimpleQueue[Exception | None]) -> None:
+        """A replica's thread: start it, listen to it, start another. first: told how the first start went."""
+        is_first, (wait, longest) = True, RETRY_SECONDS
+        while (handle := self._start()) is not None:
+            try:
+                member = self._load(handle)
+            except Exception as error:
+                if is_first:
+                    first.put(EngineClosed(f"a replica was lost: {error}") if isinstance(error, WorkerLost) else error)
+                    return
+                if not self._closing.is_set():
+                    logger.warning("%s cannot be started: %s", handle.id, error)
+                self._closing.wait(wait)
+                wait = min(2 * wait, longest)
+            else:
+                if is_first:
+                    first.put(None)
+                is_first, wait = False, RETRY_SECONDS[0]
+                self._listen(member)
+            finally:
+                self._end(handle)
+
+    def _start(self) -> ReplicaHandle | None:
+        """A new process; None once the set is closed."""
+        with self._lock:
+            if self._closing.is_set():
+                return None
+            self._num_started += 1
+            handle = self._pool.start(f"replica-{self._num_started}")
+            self._handles.add(handle)
+            return handle
+
+    def _end(self, handle: ReplicaHandle) -> None:
+        handle.kill()
+        with self._lock:
+            self._handles.discard(handle)
+
+    def _load(self, handle: ReplicaHandle) -> Member:
+        description = handle.load(self._replica_config).result(LOAD_SECONDS)
+        status = handle.poll((), ()).result(self._config.worker_timeout_seconds).status
+        if status is None:
+            raise WorkerLost(f"{handle.id} does not say how it is")
+        logger.info("%s is on %s, process %d", handle.id, description.node, description.pid)
+        member = Member(handle=handle, description=description, status=status)
+        with self._lock:
+            self._members[handle.id] = member
+            self._table.join(handle.id, status.report, max_num_seqs=self._config.max_num_seqs)
+            self._homes.set_workers(list(self._members))
+        self._tell(Joined(member=member))
+        return member
+
+    def _listen(self, member: Member) -> None:
+        """Until it is lost, or the set is closed."""
+        forget: Sequence[str] = ()
+        prepare: Sequence[AdapterRecipe] = self._to_prepare(member)
+        while not self._closing.is_set():
+            try:
+                news = member.handle.poll(forget, prepare).result(self._config.worker_timeout_seconds)
+            except Exception as error:
+                # Also what nobody foresaw: it has lost its engine, or its mind.
+                self._lose(member, error)
+                return
+            forget, prepare = (), ()
+            if news.status is not None:
+                self._note(member, news.status)
+                forget = [digest for digest in news.status.known if not self._registry.num_users(digest)]
+                prepare = self._to_prepare(member)
+            for event in news.events:
+                self._tell(Said(member=member, event=event))
+
+    def _note(self, member: Member, status: ReplicaStatus) -> None:
+        with self._lock:
+            member.status = status
+            self._table.report(member.handle.id, status.report)
+        self._residency.note(member.handle.id, status.report.adapters, status.load.adapter_bytes)
+
+    def _lose(self, member: Member, error: Exception) -> None:
+        if self._closing.is_set():
+            return
+        logger.warning("%s is lost: %s", member.handle.id, error)
+        with self._lock:
+            del self._members[member.handle.id]
+            self._table.leave(member.handle.id)
+            self._homes.set_workers(list(self._members))
+            self._prefixes.forget(member.handle.id)
+            self.num_lost += 1
+        self._residency.forget(member.handle.id)
+        self._tell(Lost(member=member))
+
+    def _to_prepare(self, member: Member) -> list[AdapterRecipe]:
+        """Adapters that belong on a replica and are not known there."""
+        known = member.status.known
+        adapters = [adapter for adapter in self._registry.adapters.values() if adapter.digest not in known]
+        now = time.monotonic()
+        with self._lock:
+            missing = [adapter for adapter in adapters if member.handle.id in self._homes.homes(adapter.digest, now)]
+        return [AdapterRecipe.of(adapter) for adapter in missing[:MAX_PREPARED]]

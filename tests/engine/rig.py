@@ -172,6 +172,19 @@ def stepwise(llm: AsyncLLM) -> Iterator[Callable[[], None]]:
         permits.release()
 
 
+@contextmanager
+def masks_held(llm: LLM | AsyncLLM) -> Iterator[None]:
+    """Until the end of the block no mask is computed, as if all threads for them had one that takes long."""
+    released = threading.Event()
+    threads = core(llm)._masks._threads
+    for _ in range(threads._max_workers):
+        threads.submit(released.wait)
+    try:
+        yield
+    finally:
+        released.set()
+
+
 def core(llm: LLM | AsyncLLM) -> Any:
     """The one place where tests reach behind the front ends: to inject faults and to watch steps."""
     return llm._engine.core  # type: ignore[union-attr]

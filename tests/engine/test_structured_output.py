@@ -20,7 +20,7 @@ from graftlm import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutp
 from graftlm.errors import InvalidRequest
 from tests import tiny
 from tests.engine.json_schemas import an_array, an_object, schemas
-from tests.engine.rig import BLOCK_BYTES, num_preemptions, one, token_ids, watched
+from tests.engine.rig import BLOCK_BYTES, masks_held, num_preemptions, one, token_ids, watched
 
 PAD = 258
 PERSON = an_object({"name": {"type": "string", "maxLength": 6}, "admin": {"type": "boolean"}})
@@ -276,6 +276,24 @@ def test_while_a_grammar_compiles_others_are_answered(llama: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_mask_that_takes_long_holds_up_nobody_else(llama: Path) -> None:
+    free = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    formed = wanting(structured={"regex": "[a-z]{12}"})
+
+    async def scenario() -> None:
+        engine = AsyncLLM(llama, kv_cache_bytes=64 * BLOCK_BYTES)
+        expected = await engine.generate("x", formed), await engine.generate("y", free)
+        with masks_held(engine):
+            slow = asyncio.ensure_future(engine.generate("x", formed))
+            others = [await engine.generate("y", free) for _ in range(3)]
+            assert not slow.done()
+        assert token_ids(await slow) == token_ids(expected[0])
+        assert [token_ids(output) for output in others] == [token_ids(expected[1])] * 3
+        await engine.shutdown()
+
+    asyncio.run(scenario())
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unclosed group": ({"regex": "a("}, "unclosed group"),
     "look-ahead": ({"regex": "(?=a)b"}, "look-around"),
@@ -295,6 +313,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown rule": ({"grammar": "start: nowhere"}, "nowhere"),
     "parentheses without end": ({"grammar": "start: " + "(" * 50_000}, "nested"),
     "many terminals": ({"grammar": "start: A\n" + "".join(f"A{i}: /a/\n" for i in range(400))}, "300"),
+    "multiples that take hours": ({"json": {"type": "integer", "multipleOf": 10**9 + 7}}, "100000"),
+    "multiples that do together": (
+        {"json": {"allOf": [{"type": "integer", "multipleOf": number} for number in (997, 991, 0.5)]}},
+        "9880270",
+    ),
+    "thousands of optional properties": (
+        {"json": {"type": "object", "properties": {f"p{index}": {"type": "null"} for index in range(8000)}}},
+        "20000",
+    ),
     "no choice": ({"choice": []}, "one or more"),
     "text for choices": ({"choice": "ab"}, "one or more"),
     "two forms": ({"choice": ["a"], "regex": "a"}, "exactly one"),

@@ -212,11 +212,13 @@ class AsyncLLM:
                 template_variables.
 
         Raises:
+            ContextLengthExceeded: its text is longer than any prompt; it is not tokenised then.
             InvalidRequest: there is no template, or it refuses the messages.
             ModelNotFound, AdapterError
         """
         encode = (await self.tokenizer_of(adapter)).encode_chat
-        return tuple(await asyncio.to_thread(partial(encode, messages, **options)))
+        check = partial(check_length, max_len=self.max_model_len)
+        return tuple(await asyncio.to_thread(partial(encode, messages, check=check, **options)))
 
     async def add_request(
         self,
@@ -487,7 +489,6 @@ class AsyncLLM:
                 work.step(is_serving=engine.core.has_work and not engine.core.waits_for_loads)
         self._take_commands(wait=False)
         self._fail_all(engine, EngineClosed("the engine was shut down before the request finished"))
-        engine.core.close()
 
     def _take_commands(self, *, wait: bool) -> None:
         if wait:

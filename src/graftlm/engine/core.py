@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from graftlm.engine.answer import describe_logprobs
 from graftlm.engine.cache_blocks import CacheBlocks
 from graftlm.engine.executor import AdapterUnavailable, CacheLost, Executor
 from graftlm.engine.job import Job, delta
+from graftlm.engine.mask_threads import MaskThreads, late
 from graftlm.engine.metrics import EngineMetrics
 from graftlm.engine.outputs import CompletionOutput, RequestFailure, RequestOutput, TokenLogprob
 from graftlm.engine.request import Request
@@ -48,6 +49,7 @@ class EngineCore:
         self._metrics = metrics
         self._residency = residency
         self._loader = loader
+        self._masks = MaskThreads()
         self._num_loading = 0
         self._is_idle = False
         self._jobs: dict[str, Job] = {}
@@ -148,6 +150,8 @@ class EngineCore:
         self._metrics.scheduled(job)
 
     def _compute(self, plan: SchedulerOutput) -> list[RequestOutput | RequestFailure]:
+        ending = filter(self._gets_token, plan.sequences)
+        masks = self._masks.begin([self._scheduler.get(sequence.request_id) for sequence in ending])
         try:
             logits = self._executor.execute(plan.sequences)
         except CacheLost:
@@ -155,9 +159,10 @@ class EngineCore:
             return []
         except AdapterUnavailable as unavailable:
             return [*self._give_up(unavailable)]
-        tokens = self._sample(plan, logits)
+        passed_over = late(masks, num_others=len(plan.sequences) - len(masks)) if masks else frozenset[str]()
+        tokens = self._sample(plan, logits, passed_over)
         token_ids = {name: None if token is None else token.token_id for name, token in tokens.items()}
-        moved = self._scheduler.update(plan, token_ids)
+        moved = self._scheduler.update(plan, token_ids, passed_over)
         failures = self._fail_broken_grammars(moved)
         answers: dict[str, list[CompletionOutput]] = {}
         for request in moved:
@@ -197,6 +202,7 @@ class EngineCore:
     def close(self) -> None:
         """Let go of what runs beside the steps."""
         self._loader.close()
+        self._masks.close()
 
     def _start_load(self, load: AdapterLoad) -> None:
         adapter = self._job_of_request[load.request_id].adapter
@@ -294,8 +300,13 @@ class EngineCore:
             self._blocks.release(tables)
         return torch.cat(rows)
 
-    def _sample(self, plan: SchedulerOutput, logits: Tensor) -> dict[str, SampledToken | None]:
-        """A token for every sequence that caught up with itself in this step."""
+    def _gets_token(self, sequence: ScheduledSequence) -> bool:
+        """Whether a sequence catches up with itself in its step."""
+        request = self._scheduler.get(sequence.request_id)
+        return sequence.stop == request.num_tokens and request.max_tokens > 0
+
+    def _sample(self, plan: SchedulerOutput, logits: Tensor, passed_over: Set[str]) -> dict[str, SampledToken | None]:
+        """A token for every sequence that caught up with itself in this step, without those that are passed over."""
         rows: list[int] = []
         requests: list[Request] = []
         start = 0
@@ -304,7 +315,7 @@ class EngineCore:
             stop = start + sequence.num_logits
             if request.wants_prompt_logits:
                 self._record_prompt_logprobs(request, sequence.start, logits[start:stop])
-            if sequence.stop == request.num_tokens and request.max_tokens > 0:
+            if self._gets_token(sequence) and sequence.request_id not in passed_over:
                 rows.append(stop - 1)
                 requests.append(request)
             start = stop

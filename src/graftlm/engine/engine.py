@@ -127,7 +127,8 @@ class Engine:
         return self._model.num_lost_workers
 
     def close(self) -> None:
-        """Let go of everything outside this process. May be called twice."""
+        """Let go of threads, and of everything outside this process. May be called twice."""
+        self.core.close()
         self._model.close()
 
     @property

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from typing import TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -14,6 +15,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from llguidance import LLMatcher, LLParserLimits, grammar_from
 
 from graftlm.engine.grammar_vocabulary import Vocabulary
+from graftlm.engine.schema_multiples import least_common_multiple
 from graftlm.engine.structured_output import WHITESPACE_PATTERN, StructuredOutput
 from graftlm.errors import InvalidRequest
 from graftlm.text import Tokenizer
@@ -26,14 +28,23 @@ MAX_CACHED = 64
 # 1.6 s, 300 take 0.2 s.
 MAX_TERMINALS = 300
 _TERMINAL = re.compile(r"(?<![\w\"])[A-Z_][A-Z0-9_]*\s*(?:\[[^\]]*\])?\s*:")
+# Telling multiples takes as many states: 100 000 take 1.5 s. Keywords that go together ask for their common one.
+MAX_MULTIPLE = 100_000
 # The compiler calls itself once for each rule that refers to the next: 5 000 such rules overflow the usual 8 MiB. No
 # grammar within the size limit nests deeper than this allows; it is address space, touched only when it is needed.
 _STACK_BYTES = 256 << 20
-# An object of n optional properties has 4 n items in a row. A state of the lexer takes 1 to 2 kB.
 # How long a grammar may take, in seconds of processor time, for a start and per token on top. Usual ones take 20 µs per
 # token; `s: s s | "a"` takes more with every token.
 _GRACE_SECONDS, _SECONDS_PER_TOKEN = 0.5, 0.005
-_LIMITS = LLParserLimits(max_items_in_row=20_000, max_lexer_states=50_000, verbose_errors=False)
+# An object of n optional properties has 4 n items in a row and 8 n symbols. A state of the lexer takes 1 to 2 kB.
+# `(a{1000}){1000}` uses the fuel up, within 0.3 s and 20 MB.
+_LIMITS = LLParserLimits(
+    max_items_in_row=20_000,
+    max_lexer_states=50_000,
+    max_grammar_size=20_000,
+    initial_lexer_fuel=300_000,
+    verbose_errors=False,
+)
 
 
 class Grammar:
@@ -47,6 +58,7 @@ class Grammar:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._seconds_left = _GRACE_SECONDS
+        self._mask: Future[bytes] | None = None
 
     @property
     def error(self) -> str | None:
@@ -66,16 +78,26 @@ class Grammar:
         forced = self._matcher.compute_ff_tokens()
         return forced[0] if forced and forced[0] < self._vocab_size else None
 
+    def begin_mask(self, threads: Executor) -> Future[bytes]:
+        """Have the mask of the next token computed, if nobody has begun with it: `bitmask` will be its result."""
+        if self._mask is None:
+            self._mask = threads.submit(self._compute_mask)
+        return self._mask
+
     def bitmask(self) -> bytes:
         """Which tokens may come next: bit i % 8 of byte i // 8 for token i. Means nothing once there is an error."""
-        with self._timed():
-            return self._matcher.compute_bitmask()
+        return self._compute_mask() if self._mask is None else self._mask.result()
 
     def advance(self, token_id: int) -> None:
-        """Go on past a token that the mask allows; any other is an error."""
+        """Go on past a token that the mask allows, which has been computed; any other is an error."""
+        self._mask = None
         with self._timed():
             self._matcher.consume_token(token_id)
         self._seconds_left += _SECONDS_PER_TOKEN
+
+    def _compute_mask(self) -> bytes:
+        with self._timed():
+            return self._matcher.compute_bitmask()
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -175,9 +197,12 @@ def _grammar_source(structured: StructuredOutput, vocabulary: Vocabulary) -> str
         case "json" | "json_object":
             pattern = structured.whitespace_pattern
             pattern = WHITESPACE_PATTERN if pattern is None else pattern
-            return LLMatcher.grammar_from_json_schema(
+            source = LLMatcher.grammar_from_json_schema(
                 structured.text, defaults={"whitespace_flexible": bool(pattern), "whitespace_pattern": pattern or None}
             )
+            if (multiple := least_common_multiple(structured.text)) > MAX_MULTIPLE:
+                raise ValueError(f"multipleOf needs multiples of {multiple}; at most {MAX_MULTIPLE} are allowed")
+            return source
         case "regex":
             return LLMatcher.grammar_from_regex(structured.text)
         case "choice":

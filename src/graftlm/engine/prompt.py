@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypedDict
 
 from graftlm.adapters import Adapter, active_from
@@ -69,8 +69,7 @@ class PromptChecker:
         if len(virtual) + len(token_ids) > max_len:
             raise _too_long(max_len, _prompt_size(len(token_ids), len(virtual)))
         vocab_size = self._vocab_size_of(adapter)
-        for token_id in token_ids:
-            self._check_token_id(token_id, "prompt", vocab_size)
+        self._check_token_ids(token_ids, "prompt", vocab_size)
         return token_ids
 
     def has_grammar(self, params: SamplingParams, adapter: Adapter | None) -> bool:
@@ -117,8 +116,7 @@ class PromptChecker:
         token_ids = self.token_ids(prompt, adapter)
         vocab_size = self._vocab_size_of(adapter)
         for field in ("logit_bias", "stop_token_ids"):
-            for token_id in getattr(params, field):
-                self._check_token_id(token_id, field, vocab_size)
+            self._check_token_ids(getattr(params, field), field, vocab_size)
         virtual = () if adapter is None else adapter.virtual_token_ids
         max_tokens = self._max_tokens(len(token_ids), len(virtual), params, self._max_len(adapter))
         tokenizer = self._tokenizer_of(adapter)
@@ -189,6 +187,12 @@ class PromptChecker:
 
     def _vocab_size_of(self, adapter: Adapter | None) -> int:
         return self._vocab_size if adapter is None or adapter.vocab_size is None else adapter.vocab_size
+
+    def _check_token_ids(self, token_ids: Collection[object], param: str, vocab_size: int) -> None:
+        # Of a million ids only the different ones are looked at.
+        are_whole = {*map(type, token_ids)} <= {int}
+        for token_id in {*token_ids} if are_whole else token_ids:
+            self._check_token_id(token_id, param, vocab_size)
 
     def _check_token_id(self, token_id: object, param: str, vocab_size: int) -> None:
         valid = isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < vocab_size

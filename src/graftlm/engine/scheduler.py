@@ -183,18 +183,24 @@ class Scheduler:
             self._preempt(request)
         self._blocks.forget()
 
-    def update(self, output: SchedulerOutput, sampled: Mapping[str, int | None]) -> list[Request]:
+    def update(
+        self, output: SchedulerOutput, sampled: Mapping[str, int | None], passed_over: Set[str] = frozenset()
+    ) -> list[Request]:
         """Record a computed step: append sampled tokens, finish what is done.
 
         Args:
             sampled: request id -> token, for the sequences that had a token to sample; None ends a request whose
                 logits were not numbers.
+            passed_over: requests that had a token to sample and got none: their last one is computed again.
 
         Returns: requests that got a token or finished.
         """
         moved = []
         for sequence in output.sequences:
             request = self._requests[sequence.request_id]
+            if sequence.request_id in passed_over:
+                self._advance(request, sequence.stop - 1)
+                continue
             self._advance(request, sequence.stop)
             token_id = sampled.get(sequence.request_id)
             if token_id is not None:

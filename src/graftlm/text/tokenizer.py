@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,6 +15,9 @@ from graftlm.errors import CheckpointError, InvalidRequest
 from graftlm.text.gguf_tokenizer import read_gguf_tokenizer
 from graftlm.text.tool_calls.description import tell_tools
 
+# In characters. Longer texts are read outside of the interpreter's lock, as only batches can be: 1000 characters take
+# some 2 ms.
+_LONG_TEXT = 2000
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -40,7 +43,7 @@ class Tokenizer:
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
         parameters = inspect.signature(hf_tokenizer.apply_chat_template).parameters
-        self._template_arguments = frozenset({*parameters, "messages", "conversations"})
+        self._template_arguments = frozenset({*parameters, "self", "messages", "conversations"})
 
     def __len__(self) -> int:
         """Number of ids, added tokens included."""
@@ -70,7 +73,8 @@ class Tokenizer:
         Raises:
             InvalidRequest: the text holds half a surrogate pair, which no UTF-8 tokenizer can read.
         """
-        ids: list[int] = self._encode(text, add_special_tokens=add_special_tokens).ids
+        encode = self._backend.encode if len(text) < _LONG_TEXT else self._encode_beside
+        ids: list[int] = self._encode(encode, text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_with_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[TextToken]:
@@ -79,12 +83,16 @@ class Tokenizer:
         Raises:
             InvalidRequest: as `encode`.
         """
-        encoding = self._encode(text, add_special_tokens=add_special_tokens)
+        encoding = self._encode(self._backend.encode, text, add_special_tokens=add_special_tokens)
         return [TextToken(token_id, *span) for token_id, span in zip(encoding.ids, encoding.offsets, strict=True)]
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> Any:
+    def _encode_beside(self, text: str, *, add_special_tokens: bool) -> Any:
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding
+
+    def _encode(self, encode: Callable[..., Any], text: str, *, add_special_tokens: bool) -> Any:
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+            return encode(text, add_special_tokens=add_special_tokens)
         except TypeError as cause:
             raise InvalidRequest("the text is not valid Unicode", param="prompt", got=repr(text)[:100]) from cause
 
@@ -173,17 +181,25 @@ class Tokenizer:
             ) from cause
         return text
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        check: Callable[[str], None] = lambda text: None,
+        **options: Any,
+    ) -> list[int]:
         """Token ids for a conversation. The template writes its own special tokens, so none are added (one BOS, not
         two).
 
         Args:
+            check: called with the text before it is tokenised.
             options: as for `render_chat`.
 
         Raises:
-            InvalidRequest: as `render_chat`.
+            InvalidRequest: as `render_chat`, and what `check` raises.
         """
         text = self.render_chat(messages, **options)
+        check(text)
         try:
             return self.encode(text, add_special_tokens=False)
         except InvalidRequest as cause:

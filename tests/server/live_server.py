@@ -15,6 +15,7 @@ import openai
 
 from graftlm import AsyncLLM
 from graftlm.server import create_app
+from graftlm.server.arrival import RECEIVE_TIMEOUT
 from graftlm.server.http_server import HTTPServer, bind, url_of
 
 DEADLINE_SECONDS = 60
@@ -50,6 +51,7 @@ def serving(
     adapter_roots: Sequence[Path] = (),
     drain_seconds: float = 0,
     send_bytes: int | None = None,
+    receive_timeout: float = RECEIVE_TIMEOUT,
     **app_options: Any,
 ) -> Iterator[LiveServer]:
     """Serve `llm` until the block ends, then shut it down.
@@ -57,13 +59,19 @@ def serving(
     Args:
         send_bytes: what the system may keep of a reply until its client reads.
     """
-    app = create_app(llm, adapter_roots=adapter_roots, enable_adapter_loading=bool(adapter_roots), **app_options)
+    app = create_app(
+        llm,
+        adapter_roots=adapter_roots,
+        enable_adapter_loading=bool(adapter_roots),
+        receive_timeout=receive_timeout,
+        **app_options,
+    )
     ready = threading.Event()
     listener = bind("127.0.0.1", 0)
     if send_bytes is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     url = url_of(listener)
-    server = HTTPServer(app, llm, drain_seconds=drain_seconds, on_ready=ready.set)
+    server = HTTPServer(app, llm, drain_seconds=drain_seconds, receive_timeout=receive_timeout, on_ready=ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="server under test")
     thread.start()
     try:

@@ -77,6 +77,12 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="Time that running requests get to finish after the first Ctrl-C.")
     ] = 10,
+    receive_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.001, help="Most seconds that the head of a request may take to arrive, and each MiB of its body."
+        ),
+    ] = 60,
     request_timeout: Annotated[
         float | None,
         typer.Option(min=0.001, help="Most seconds that a generation may take; a request may ask for fewer."),
@@ -168,6 +174,7 @@ def serve(
             adapter_roots=adapter_root or (),
             adapter_hub_ids=adapter_hub_id or (),
             enable_adapter_loading=enable_adapter_loading,
+            receive_timeout=receive_timeout,
             request_timeout=request_timeout,
             write_access=_write_line if access_log else None,
             keys=keys,
@@ -177,7 +184,15 @@ def serve(
             max_body_bytes=num_body_bytes,
             tool_call_parser=tool_call_parser,
         )
-        _run(app, llm, listener, drain_seconds=drain_seconds, tls=tls, show_request=demo)
+        _run(
+            app,
+            llm,
+            listener,
+            drain_seconds=drain_seconds,
+            receive_timeout=receive_timeout,
+            tls=tls,
+            show_request=demo,
+        )
         training.close()
         if traces is not None:
             traces.shutdown()
@@ -189,6 +204,7 @@ def _run(
     listener: socket.socket,
     *,
     drain_seconds: float,
+    receive_timeout: float,
     tls: TLS | None,
     show_request: bool,
 ) -> None:
@@ -204,7 +220,9 @@ def _run(
     # Uvicorn raises the signal again once it is through, for whoever ran it: nobody, and the exit code is 0.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    server = HTTPServer(app, llm, drain_seconds=drain_seconds, on_ready=announce, tls=tls)
+    server = HTTPServer(
+        app, llm, drain_seconds=drain_seconds, receive_timeout=receive_timeout, on_ready=announce, tls=tls
+    )
     server.run(sockets=[listener])
 
 

@@ -23,6 +23,7 @@ from graftlm.engine.async_llm import AsyncLLM
 from graftlm.errors import AdapterError, AdapterFilesNotFound, ConfigurationError, InvalidRequest, ModelNotFound
 from graftlm.server.callers import caller_of, require_admin
 from graftlm.server.errors import error_reply
+from graftlm.server.json_body import JsonRoute
 from graftlm.server.schemas import LoadAdapterRequest, UnloadAdapterRequest
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
@@ -124,7 +125,7 @@ def permitted_sources(
 
 def adapter_routes(llm: AsyncLLM, sources: AdapterSources | None) -> APIRouter:
     """Args: sources: None refuses every call with 403."""
-    router = APIRouter(dependencies=[Depends(require_admin)])
+    router = APIRouter(route_class=JsonRoute, dependencies=[Depends(require_admin)])
 
     def allowed_sources() -> AdapterSources:
         if sources is None:

@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.server.access_log import AccessLog
 from graftlm.server.adapters import adapter_routes, permitted_sources
+from graftlm.server.arrival import RECEIVE_TIMEOUT, BodyArrival
 from graftlm.server.authentication import Authentication
 from graftlm.server.body_limit import BodyLimit
 from graftlm.server.chat import chat_routes
@@ -46,6 +47,7 @@ def create_app(
     adapter_hub_ids: Sequence[str] = (),
     enable_adapter_loading: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
+    receive_timeout: float = RECEIVE_TIMEOUT,
     request_timeout: float | None = None,
     write_access: Callable[[str], None] | None = None,
     keys: KeyFile | None = None,
@@ -60,6 +62,7 @@ def create_app(
         adapter_roots, adapter_hub_ids: folders that clients may load adapters from, and patterns for hub ids.
         enable_adapter_loading: whether they may at all.
         max_body_bytes: a larger request is answered 413 before it is parsed.
+        receive_timeout: most seconds that a body may take to arrive, and as many more for each MiB of it.
         request_timeout: most seconds that a generation may take; a request may ask for fewer.
         fine_tuning: answers /v1/files and /v1/fine_tuning/jobs; without it they are refused.
         write_access: gets one line of JSON for each request, as `AccessLog` describes it.
@@ -78,7 +81,8 @@ def create_app(
     metrics = CollectorRegistry()
     metrics.register(EngineCollector(llm))
     # A trailing slash is another path, not a redirect: /v1/models/ would be the model with the empty name.
-    app = FastAPI(title="Graft", redirect_slashes=False)
+    # FastAPI's own pages of documentation run scripts from elsewhere.
+    app = FastAPI(title="Graft", redirect_slashes=False, docs_url=None, redoc_url=None)
     for router in (
         completion_routes(llm, request_timeout=request_timeout),
         chat_routes(llm, request_timeout=request_timeout, tool_call_format=tool_call_format),
@@ -100,6 +104,7 @@ def create_app(
     uploads = {} if fine_tuning is None else {FILES_PATH: MAX_FILE_BYTES}
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, exceptions=uploads)
     app.add_middleware(Authentication, keys=keys)
+    app.add_middleware(BodyArrival, seconds=receive_timeout)
     if traces is not None:
         from graftlm.server.tracing import Tracing
 

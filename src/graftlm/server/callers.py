@@ -11,6 +11,7 @@ from starlette.requests import HTTPConnection
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.tenant import Tenant
 
+_LONGEST_NOTED = 256
 NOT_ADMIN = "this API key may not manage adapters; do: use one with admin = true"
 
 
@@ -48,7 +49,8 @@ def resolve_model(connection: HTTPConnection, llm: AsyncLLM, model: str) -> str 
         ModelNotFound: the name does not answer, or not to this caller: the two look the same.
         InvalidRequest: it looks like a weighted sum and is none.
     """
-    connection.state.model = model
+    # For the log, which is to stay smaller than what is sent.
+    connection.state.model = model[:_LONGEST_NOTED]
     return llm.resolve_model(model, may_use=caller_of(connection).may_use)
 
 

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.outputs import CompletionOutput, RequestOutput
 from graftlm.server.callers import resolve_model
+from graftlm.server.json_body import JsonRoute
 from graftlm.server.logprobs import chat_logprobs, prompt_logprobs
 from graftlm.server.replies import (
     ChatChoice,
@@ -33,7 +34,7 @@ def chat_routes(llm: AsyncLLM, *, request_timeout: float | None, tool_call_forma
     request_timeout: most seconds that a request may take.
     tool_call_format: how the model writes calls; None to go by chat templates.
     """
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:

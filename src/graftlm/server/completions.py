@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from graftlm.server.callers import resolve_model
+from graftlm.server.json_body import JsonRoute
 from graftlm.server.logprobs import completion_logprobs, prompt_logprobs
 from graftlm.server.prompts import Prompt
 from graftlm.server.replies import CompletionChoice, Envelope, TokenCount
@@ -22,7 +23,7 @@ from graftlm.server.streaming import EventStream, begun, collect, given_up_on_er
 
 def completion_routes(llm: AsyncLLM, *, request_timeout: float | None) -> APIRouter:
     """Args: request_timeout: most seconds that a request may take."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:

@@ -65,6 +65,7 @@ CODE_OF_STATUS: Mapping[int, str] = {
     403: "permission_denied",
     404: "route_not_found",
     405: "method_not_allowed",
+    408: "request_timeout",
     413: "request_too_large",
     415: "unsupported_media_type",
 }
@@ -202,7 +203,9 @@ async def _reply_to_validation_error(request: Request, error: Exception) -> Resp
     location = complaint["loc"][1:]
     if complaint["type"] == "json_invalid":
         detail = complaint["ctx"]["error"]
-        return ErrorReply(status=400, message=f"the body is not JSON: {detail}", code="json_invalid").response()
+        return ErrorReply(
+            status=400, message=_sendable(f"the body cannot be read as JSON: {detail}"), code="json_invalid"
+        ).response()
     if not location:
         return _reply_to_bodiless(request, complaint).response()
     return _reply_to_field(location, complaint).response()
@@ -222,6 +225,7 @@ def _reply_to_bodiless(request: Request, complaint: Mapping[str, Any]) -> ErrorR
 
 def _reply_to_field(location: tuple[str | int, ...], complaint: Mapping[str, Any]) -> ErrorReply:
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
+    where = _cut(where)
     match complaint["type"]:
         case "extra_forbidden":
             message, code = f"{where} is not a field of this request; do: leave it out", "unknown_parameter"
@@ -233,12 +237,16 @@ def _reply_to_field(location: tuple[str | int, ...], complaint: Mapping[str, Any
         case _:
             message = f"{where} is invalid; got: {_shown(complaint['input'])}; allowed: {complaint['msg']}"
             code = "invalid_value"
-    return ErrorReply(status=400, message=_sendable(message), param=_sendable(str(location[0])), code=code)
+    return ErrorReply(status=400, message=_sendable(message), param=_sendable(_cut(str(location[0]))), code=code)
 
 
 def _shown(value: object) -> str:
     # repr of a container is as long as the container: 8 MiB of prompt must not come back as an error message.
     text = repr(value) if isinstance(value, str | int | float | bool | None) else type(value).__name__
+    return _cut(text)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, PlainValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from graftlm.server.prompts import is_sendable
+
+Item = TypeVar("Item")
+# One item that is wrong is told of: a million would take half a minute, and nobody else is served meanwhile.
+Items = Annotated[list[Item], Field(fail_fast=True)]
 
 
 class Strict(BaseModel):
@@ -22,6 +27,16 @@ def _check_unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_check_unicode)]
+
+
+def _check_json(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    if not is_sendable(json.dumps(value, ensure_ascii=False)):
+        raise PydanticCustomError("surrogate", "JSON without unpaired surrogates")
+    return value
+
+
+# Finite numbers, and no deeper than pydantic follows: what can be written again, in a prompt or a reply.
+JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_check_json)]
 
 
 # Told apart by identity: 1 equals True, and `Annotated` gives one type for equal arguments.

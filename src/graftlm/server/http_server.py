@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.errors import ConfigurationError
+from graftlm.server.arrival import RECEIVE_TIMEOUT, protocol_with_timeout
 from graftlm.server.tls import TLS
 
 # What is left of the time to drain, and this much more, is for clients to take what they have been answered.
@@ -59,6 +60,7 @@ class HTTPServer(uvicorn.Server):
 
     Args:
         on_ready: called when connections are accepted.
+        receive_timeout: most seconds that the head of a request may take to arrive.
         tls: the certificate to show; None speaks plain HTTP.
     """
 
@@ -69,11 +71,13 @@ class HTTPServer(uvicorn.Server):
         *,
         drain_seconds: float = 10,
         on_ready: Callable[[], None],
+        receive_timeout: float = RECEIVE_TIMEOUT,
         tls: TLS | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
+                http=protocol_with_timeout(receive_timeout),
                 lifespan="off",
                 log_level="warning",
                 access_log=False,

@@ -53,9 +53,9 @@ def _token_ids(entry: object, where: str) -> list[int]:
         raise _refusal(f"{where} must be a list of token ids like the prompts before it")
     if not entry:
         raise _refusal(f"{where} must hold at least one token id")
-    for index, token_id in enumerate(entry):
-        if type(token_id) is not int:
-            raise _refusal(f"{where}[{index}] must be a whole number, not {token_id!r:.80}")
+    if {*map(type, entry)} != {int}:
+        index, token_id = next((index, token_id) for index, token_id in enumerate(entry) if type(token_id) is not int)
+        raise _refusal(f"{where}[{index}] must be a whole number, not {token_id!r:.80}")
     return entry
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from graftlm.errors import InvalidRequest
-from graftlm.server.fields import Strict, Text, nothing_but
+from graftlm.server.fields import Items, JsonObject, Strict, Text, nothing_but
 from graftlm.server.tool_fields import (
     MAX_TOOLS,
     AllowedSet,
@@ -36,12 +36,12 @@ class ResponsePart(Strict):
     text: Text
     annotations: Annotated[Any, nothing_but(None, [])] = None
     # What the earlier response told of its tokens.
-    logprobs: list[Any] | None = None
+    logprobs: Items[Any] | None = None
     # The client's own reading of the text, which the one for Node sends back with it.
     parsed: Any = None
 
 
-Parts = Annotated[list[ResponsePart], BeforeValidator(_as_parts), Field(min_length=1)]
+Parts = Annotated[Items[ResponsePart], BeforeValidator(_as_parts), Field(min_length=1)]
 
 
 class ResponseMessage(Strict):
@@ -107,7 +107,7 @@ def turns_of(items: Sequence[InputItem]) -> list[dict[str, Any]]:
         InvalidRequest: the output of a call that is not among the items before it, or arguments that are no JSON
             object.
     """
-    turns: list[dict[str, Any]] = []
+    turns: Items[dict[str, Any]] = []
     call_ids: set[str] = set()
     for item in items:
         match item:
@@ -142,7 +142,7 @@ class ResponseTool(Strict):
     type: Literal["function"]
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
     allowed_callers: Annotated[Any, nothing_but(None, ["direct"])] = None
     defer_loading: Annotated[Any, nothing_but(None, False)] = None
@@ -166,7 +166,7 @@ class ResponseToolReference(Strict):
 class ResponseAllowedTools(Strict):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ResponseToolReference], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[Items[ResponseToolReference], Field(min_length=1, max_length=MAX_TOOLS)]
 
     def as_in_chat(self) -> AllowedTools:
         allowed = AllowedSet(mode=self.mode, tools=[tool.as_in_chat() for tool in self.tools])
@@ -174,7 +174,7 @@ class ResponseAllowedTools(Strict):
 
 
 class ResponseToolFields(Strict):
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Items[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolReference | ResponseAllowedTools | None = None
     parallel_tool_calls: bool | None = None
 

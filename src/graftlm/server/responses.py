@@ -15,6 +15,7 @@ from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.outputs import FinishReason, RequestOutput
 from graftlm.server.callers import resolve_model
 from graftlm.server.errors import error_reply, log_failure
+from graftlm.server.json_body import JsonRoute
 from graftlm.server.replies import TokenCount
 from graftlm.server.response_items import ResponseItems
 from graftlm.server.schemas import ResponseRequest
@@ -30,7 +31,7 @@ def response_routes(
     request_timeout: most seconds that a request may take.
     tool_call_format: how the model writes calls; None to go by chat templates.
     """
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/responses")
     async def create_response(body: ResponseRequest, request: Request) -> Response:

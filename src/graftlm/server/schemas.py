@@ -12,13 +12,14 @@ from pydantic_core import PydanticCustomError
 
 from graftlm.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from graftlm.errors import InvalidRequest
-from graftlm.server.fields import Strict, Text, nothing_but
+from graftlm.server.fields import Items, JsonObject, Strict, Text, nothing_but
 from graftlm.server.prompts import MAX_ANSWERS, Prompt, parse_prompts
 from graftlm.server.response_fields import InputItem, ResponseToolFields, turns_of
 from graftlm.server.structured_fields import StructuredFields, TextFormat, structured_output
 from graftlm.server.tool_fields import AssistantCall, ToolFields
 
 _LARGEST_INTEGER = 2**31 - 1
+_MOST_IDS = 1 << 15
 _LONGEST_NAME = 256
 _LONGEST_PATH = 4096
 
@@ -55,7 +56,7 @@ class _Generation(StructuredFields):
     top_p: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: Annotated[list[Text] | None, BeforeValidator(_as_list)] = None
+    stop: Annotated[Items[Text] | None, BeforeValidator(_as_list)] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -65,7 +66,7 @@ class _Generation(StructuredFields):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[Items[int], Field(max_length=_MOST_IDS)] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -86,7 +87,7 @@ class _Generation(StructuredFields):
 
     # Labels for the caller's own books.
     user: Text | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -182,9 +183,9 @@ class Message(Strict):
     sent back as it is."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Annotated[list[TextPart], Field(min_length=1)] | None, BeforeValidator(_as_parts)] = None
+    content: Annotated[Annotated[Items[TextPart], Field(min_length=1)] | None, BeforeValidator(_as_parts)] = None
     name: Text | None = None
-    tool_calls: list[AssistantCall] | None = None
+    tool_calls: Items[AssistantCall] | None = None
     tool_call_id: Text | None = None
 
     # The client's own reading of the content, which the one for Node sends back with it.
@@ -225,7 +226,7 @@ class _Rendering(Strict):
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     chat_template: Annotated[Any, nothing_but(None)] = None
 
     def template_options(self) -> dict[str, Any]:
@@ -252,7 +253,7 @@ class _Rendering(Strict):
 class ChatRequest(_Generation, _Rendering, ToolFields):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1, le=_LARGEST_INTEGER)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=_LARGEST_INTEGER)] | None = None
     logprobs: bool | None = None
@@ -309,9 +310,9 @@ class ResponseRequest(ResponseToolFields):
     """Body of POST /v1/responses."""
 
     model: Text
-    input: Annotated[list[InputItem], BeforeValidator(_as_user_message), Field(min_length=1)]
+    input: Annotated[Items[InputItem], BeforeValidator(_as_user_message), Field(min_length=1)]
     instructions: Text | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Items[Literal["message.output_text.logprobs"]] | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=_LARGEST_INTEGER)] | None = None
     metadata: dict[Text, Text] | None = None
     prompt_cache_key: Text | None = None
@@ -325,7 +326,7 @@ class ResponseRequest(ResponseToolFields):
 
     # Not OpenAI's: as in the other generation routes.
     seed: int | None = None
-    stop: Annotated[list[Text] | None, BeforeValidator(_as_list)] = None
+    stop: Annotated[Items[Text] | None, BeforeValidator(_as_list)] = None
     timeout: Annotated[float, Field(gt=0)] | None = None
 
     background: Annotated[Any, nothing_but(None, False)] = None
@@ -408,7 +409,7 @@ class TokenizeRequest(_Rendering):
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -428,7 +429,7 @@ class DetokenizeRequest(Strict):
     """Body of POST /detokenize. Without a model it is the base's tokenizer that is asked."""
 
     model: Text | None = None
-    tokens: list[Annotated[int, Field(ge=0, le=_LARGEST_INTEGER)]]
+    tokens: Items[Annotated[int, Field(ge=0, le=_LARGEST_INTEGER)]]
 
 
 class LoadAdapterRequest(Strict):

@@ -9,9 +9,9 @@ from pydantic import Field
 
 from graftlm.engine.structured_output import StructuredOutput
 from graftlm.errors import InvalidRequest
-from graftlm.server.fields import Strict, Text, nothing_but
+from graftlm.server.fields import Items, JsonObject, Strict, Text, nothing_but
 
-Schema = dict[str, Any] | bool
+Schema = JsonObject | bool
 
 
 class JsonSchema(Strict):
@@ -61,7 +61,7 @@ class StructuredOutputs(Strict):
 
     json_definition: Annotated[Schema | str | None, Field(alias="json")] = None
     regex: Text | None = None
-    choice: list[Text] | None = None
+    choice: Items[Text] | None = None
     grammar: Text | None = None
     json_object: bool | None = None
     whitespace_pattern: Text | None = None
@@ -84,7 +84,7 @@ class StructuredFields(Strict):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | str | None = None
     guided_regex: Text | None = None
-    guided_choice: list[Text] | None = None
+    guided_choice: Items[Text] | None = None
     guided_grammar: Text | None = None
     guided_whitespace_pattern: Text | None = None
     guided_decoding_backend: Annotated[Any, nothing_but(None, "auto", "guidance")] = None

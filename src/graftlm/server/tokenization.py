@@ -7,11 +7,12 @@ from starlette.responses import JSONResponse, Response
 
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.server.callers import resolve_model
+from graftlm.server.json_body import JsonRoute
 from graftlm.server.schemas import DetokenizeRequest, TokenizeRequest
 
 
 def tokenization_routes(llm: AsyncLLM) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     def adapter_of(request: Request, model: str | None) -> str | None:
         return None if model is None else resolve_model(request, llm, model)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from graftlm.errors import InvalidRequest
-from graftlm.server.fields import Strict, Text
+from graftlm.server.fields import Items, JsonObject, Strict, Text
 
 MAX_TOOLS = 128
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
@@ -17,7 +17,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
 class FunctionDefinition(Strict):
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -37,7 +37,7 @@ class ToolReference(Strict):
 
 class AllowedSet(Strict):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ToolReference], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[Items[ToolReference], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedTools(Strict):
@@ -46,7 +46,7 @@ class AllowedTools(Strict):
 
 
 class ToolFields(Strict):
-    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Items[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolReference | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
 

@@ -18,6 +18,7 @@ from graftlm.server.fine_tuning.file_store import PURPOSE
 from graftlm.server.fine_tuning.job import FineTuningJob
 from graftlm.server.fine_tuning.schemas import CreateJobRequest
 from graftlm.server.fine_tuning.service import FineTuningService
+from graftlm.server.json_body import JsonRoute
 
 FILES_PATH = "/v1/files"
 MAX_FILE_BYTES = 512 << 20
@@ -35,7 +36,7 @@ class _Described(Protocol):
 
 def fine_tuning_routes(llm: AsyncLLM, service: FineTuningService | None) -> APIRouter:
     """Args: service: None refuses every call with 403."""
-    router = APIRouter(dependencies=[Depends(require_admin)])
+    router = APIRouter(route_class=JsonRoute, dependencies=[Depends(require_admin)])
 
     def allowed() -> FineTuningService:
         if service is None:

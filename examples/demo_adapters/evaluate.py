@@ -3,19 +3,17 @@
 import argparse
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from criteria import EXTRACT_KEYS, Fields, is_label, is_pirate, parse_extract, right_fields
-from peft import PeftModel
-from train import HERE, RECIPES, load_base
-from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging
+from train import HERE, RECIPES, SHIPPED
 
-ADAPTERS = HERE.parents[1] / "src" / "graftlm" / "demo" / "adapters"
-MAX_NEW_TOKENS = 80
+from graftlm import LLM, SamplingParams
+from graftlm.demo import demo_model
+
+MAX_TOKENS = 80
 BASE = "base"
 
 
@@ -32,24 +30,20 @@ def read_heldout(file: Path) -> list[HeldOut]:
     return [HeldOut(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-@torch.inference_mode()
-def answer(model: PeftModel, tokenizer: PreTrainedTokenizerBase, message: str) -> str:
-    """Decode the answer to one message greedily, without the closing <|im_end|>."""
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": message}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+def answer_all(adapters: dict[str, Path], messages: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Answers by model and message, greedy, all in one batch."""
+    llm = LLM(demo_model(), quantization="none", adapters=adapters, max_model_len=512)
+    rows = [(name, message) for name in (None, *adapters) for message in messages]
+    outputs = llm.chat(
+        [[{"role": "user", "content": message}] for _, message in rows],
+        SamplingParams(max_tokens=MAX_TOKENS, temperature=0),
+        adapter=[name for name, _ in rows],
     )
-    output = model.generate(**prompt, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-    return tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def answer_all(
-    model: PeftModel, tokenizer: PreTrainedTokenizerBase, name: str, messages: Sequence[str]
-) -> dict[str, str]:
-    """Answer every message with the adapter `name`, or with no adapter for "base"."""
-    if name != BASE:
-        model.set_adapter(name)
-    with model.disable_adapter() if name == BASE else nullcontext():
-        return {message: answer(model, tokenizer, message) for message in messages}
+    llm.shutdown()
+    answers: dict[str, dict[str, str]] = {}
+    for (name, message), output in zip(rows, outputs, strict=True):
+        answers.setdefault(name or BASE, {})[message] = output.outputs[0].text
+    return answers
 
 
 def shares(heldout: list[HeldOut], answers: dict[str, str]) -> dict[str, float]:
@@ -67,27 +61,20 @@ def shares(heldout: list[HeldOut], answers: dict[str, str]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--adapters", type=Path, default=ADAPTERS, help="folder that holds one folder per adapter")
+    parser.add_argument("--adapters", type=Path, default=SHIPPED, help="folder that holds one folder per adapter")
     parser.add_argument("--answers", action="store_true", help="print every answer too")
     parser.add_argument("--message", help="answer this message instead of the held-out ones")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
-    logging.set_verbosity_error()
-    base, tokenizer = load_base()
-    names = [name for name in RECIPES if (args.adapters / name).is_dir()]
-    if not names:
+    adapters = {name: args.adapters / name for name in RECIPES if (args.adapters / name).is_dir()}
+    if not adapters:
         message = f"no adapter folder ({', '.join(RECIPES)}) in {args.adapters}; run train.py first"
         raise SystemExit(message)
-    model = PeftModel.from_pretrained(base, args.adapters / names[0], adapter_name=names[0])
-    for name in names[1:]:
-        model.load_adapter(args.adapters / name, adapter_name=name)
-    model.eval()
-
     heldout = read_heldout(HERE / "data" / "heldout.jsonl")
     messages = [args.message] if args.message else [case.message for case in heldout]
-    answers = {name: answer_all(model, tokenizer, name, messages) for name in [BASE, *names]}
+    answers = answer_all(adapters, messages)
     if args.message or args.answers:
         for message in messages:
             print(message, *(f"  {name}: {texts[message]}" for name, texts in answers.items()), sep="\n")

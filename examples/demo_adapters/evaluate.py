@@ -11,7 +11,7 @@ from criteria import EXTRACT_KEYS, Fields, is_label, is_pirate, parse_extract, r
 from train import HERE, RECIPES, SHIPPED
 
 from graftlm import LLM, SamplingParams
-from graftlm.demo import demo_model
+from graftlm.demo import demo_model, demo_quantization
 
 MAX_TOKENS = 80
 BASE = "base"
@@ -32,7 +32,7 @@ def read_heldout(file: Path) -> list[HeldOut]:
 
 def answer_all(adapters: dict[str, Path], messages: Sequence[str]) -> dict[str, dict[str, str]]:
     """Answers by model and message, greedy, all in one batch."""
-    llm = LLM(demo_model(), quantization="none", adapters=adapters, max_model_len=512)
+    llm = LLM(demo_model(), **demo_quantization(None), adapters=adapters, max_model_len=512)
     rows = [(name, message) for name in (None, *adapters) for message in messages]
     outputs = llm.chat(
         [[{"role": "user", "content": message}] for _, message in rows],

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graftlm import EngineConfig
-from graftlm.demo import HUB_ID, demo_model
+from graftlm.demo import HUB_ID, demo_model, demo_quantization
 from graftlm.training import TrainingJob, train_together
 from graftlm.training.job_run import JobRun
 
@@ -112,7 +112,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         begun = time.perf_counter()
         trained = train_together(
-            EngineConfig(model=demo_model(), quantization="none"),
+            EngineConfig(model=demo_model(), **demo_quantization(None)),
             [RECIPES[name].job(name, Path(scratch), args.seed) for name in names],
             report=report,
         )

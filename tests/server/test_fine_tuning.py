@@ -127,7 +127,6 @@ def test_a_job_makes_the_adapter_that_graft_train_makes_and_serves_it(
     assert metrics[-1]["valid_loss"] < metrics[0]["train_loss"]
     assert events[0].message == "The job has successfully completed"
     assert job.id in {listed.id for listed in server.openai.fine_tuning.jobs.list(limit=1)}
-    assert list(server.openai.fine_tuning.jobs.checkpoints.list(job.id)) == []
 
     prompt = {"prompt": "the cat", "max_tokens": 12, "temperature": 0}
     tuned = server.openai.completions.create(model=done.fine_tuned_model, **prompt).choices[0].text
@@ -139,6 +138,43 @@ def test_a_job_makes_the_adapter_that_graft_train_makes_and_serves_it(
     assert ended(server, further.id).status == "succeeded"
     begun = list(server.openai.fine_tuning.jobs.list_events(further.id))[-3]
     assert begun.message == "Fine-tuning job started"
+
+
+def test_the_last_epochs_end_with_checkpoints_that_are_served_and_trained_further(server: LiveServer) -> None:
+    jobs = server.openai.fine_tuning.jobs
+    asked: dict[str, Any] = {
+        "training_file": upload(server),
+        "validation_file": upload(server),
+        "hyperparameters": {"n_epochs": 5, "batch_size": 2, "learning_rate_multiplier": 50},
+        "extra_body": {"training": {**OPTIONS, "eval_every": 2}},
+    }
+    job = ended(server, jobs.create(model="org/tiny", **asked).id)
+    found = list(jobs.checkpoints.list(job.id, limit=2))
+    assert [checkpoint.step_number for checkpoint in found] == [10, 8, 6]
+    assert [checkpoint.fine_tuned_model_checkpoint for checkpoint in found] == [
+        job.fine_tuned_model, f"{job.fine_tuned_model}-ckpt-step-8", f"{job.fine_tuned_model}-ckpt-step-6"
+    ]  # fmt: skip
+    assert {(checkpoint.object, checkpoint.fine_tuning_job_id) for checkpoint in found} == {
+        ("fine_tuning.job.checkpoint", job.id)
+    }
+    updates = {event.data["step"]: event.data for event in jobs.list_events(job.id, limit=100) if event.data}
+    for checkpoint in found:
+        data = updates[checkpoint.step_number]
+        assert (checkpoint.metrics.step, checkpoint.metrics.train_loss) == (data["step"], data["train_loss"])
+        assert checkpoint.metrics.full_valid_loss == data["valid_loss"]
+    names = [checkpoint.fine_tuned_model_checkpoint for checkpoint in found]
+    assert set(names) <= models(server)
+    asked_prompt: dict[str, Any] = {"prompt": "the cat", "max_tokens": 1, "temperature": 0, "logprobs": 1}
+    replies = [server.openai.completions.create(model=name, **asked_prompt) for name in names]
+    assert len({reply.choices[0].logprobs.token_logprobs[0] for reply in replies}) == 3
+
+    further = ended(
+        server, jobs.create(model=names[-1], **{**asked, "extra_body": {"training": {"shuffle": False}}}).id
+    )
+    first = min(
+        (event.data for event in jobs.list_events(further.id, limit=100) if event.data), key=lambda d: d["step"]
+    )
+    assert first["train_loss"] == pytest.approx(updates[7]["train_loss"], abs=1e-5)
 
 
 def test_a_preference_job_learns_from_openais_rows(server: LiveServer) -> None:
@@ -241,12 +277,16 @@ def test_jobs_outlive_the_server(base: Path, tmp_path: Path) -> None:
             model="org/tiny", training_file=file, hyperparameters={"n_epochs": 1}
         )
         name = ended(server, short.id).fine_tuned_model
+        several = server.openai.fine_tuning.jobs.create(
+            model="org/tiny", training_file=file, hyperparameters={"n_epochs": 2}
+        )
+        checkpoint = f"{ended(server, several.id).fine_tuned_model}-ckpt-step-1"
         long = server.openai.fine_tuning.jobs.create(
             model="org/tiny", training_file=file, hyperparameters={"n_epochs": 100_000}
         )
         until(lambda: any("training loss" in message for message in messages(server, long.id)))
     with tuning(base, tmp_path) as server:
-        until(lambda: name in models(server))
+        until(lambda: {name, checkpoint} <= models(server))
         until(lambda: any("goes on from step" in message for message in messages(server, long.id)))
         assert server.openai.fine_tuning.jobs.cancel(long.id).status == "cancelled"
 

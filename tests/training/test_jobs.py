@@ -148,7 +148,7 @@ def test_an_init_adapter_that_is_more_than_a_lora_is_refused(llama: Path, tmp_pa
         ({"trainable_token_indices": "5,259"}, "no rows for; got: .*259.*; allowed: token ids below 259"),
         ({"trainable_token_indices": "one"}, "trainable_token_indices is not usable"),
         ({"target_parameters": "experts.gate_up_proj"}, "target_parameters names experts.gate_up_proj"),
-        ({"target_modules": "embed_tokens", "modules_to_save": "norm", "dropout": 0.1}, "no such options.*dropout"),
+        ({"target_modules": "embed_tokens", "modules_to_save": "norm", "droppout": 0.1}, "no such options.*droppout"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_name(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
-from graftlm import LLM, merge
+from graftlm import LLM, SamplingParams, merge
 from graftlm.training import train
 from tests.parity.oracle import LOUD, Oracle, assert_close
-from tests.tiny import make_adapter
+from tests.tiny import ALL_PROJECTIONS, edit_json, make_adapter
 from tests.training import peft_loop
 from tests.training.peft_loop import completion_rows, encode_completion, write_rows
 
@@ -129,7 +131,33 @@ def test_layers_that_are_computed_again_give_the_same(llama: Path, tmp_path: Pat
     common: dict[str, Any] = {"data": data, "steps": 3, "lr": 1e-2}
     for name, recompute in (("kept", False), ("again", True)):
         train(llama, output=tmp_path / name, gradient_checkpointing=recompute, **common)
+        tensors = safetensors.torch.load_file(tmp_path / name / "adapter_model.safetensors")
+        assert {part for tensor in tensors for part in ALL_PROJECTIONS if part in tensor} == set(ALL_PROJECTIONS)
+        assert len(tensors) == 2 * 2 * len(ALL_PROJECTIONS)
+        assert not [tensor for tensor, value in tensors.items() if not value.any()]
     assert metrics(tmp_path / "kept") == metrics(tmp_path / "again")
+
+
+def test_an_adapter_learns_to_end_its_answers_although_its_end_token_is_also_the_padding(
+    llama: Path, tmp_path: Path
+) -> None:
+    """R112."""
+    base = Path(shutil.copytree(llama, tmp_path / "base"))
+    edit_json(base / "tokenizer_config.json", pad_token="</s>")
+    rows = [
+        {"prompt": question, "completion": answer} for question, answer in (("a=", "1"), ("b=", "two"), ("c=", "3"))
+    ]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    train(base, data=data, output=tmp_path / "out", steps=40, lr=2e-2)
+    llm = LLM(base, adapters={"trained": tmp_path / "out"}, kv_cache_bytes=1 << 20)
+    asked = [row["prompt"] for row in rows]
+    answers = llm.generate(asked, SamplingParams(max_tokens=12, temperature=0), adapter="trained")
+    untrained = llm.generate(asked, SamplingParams(max_tokens=12, temperature=0))
+    llm.shutdown()
+    assert [(answer.outputs[0].text, answer.outputs[0].finish_reason) for answer in answers] == [
+        (row["completion"], "stop") for row in rows
+    ]
+    assert {answer.outputs[0].finish_reason for answer in untrained} == {"length"}
 
 
 def test_a_four_bit_base_trains_as_its_dequantised_form(llama: Path, tmp_path: Path) -> None:

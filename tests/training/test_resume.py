@@ -30,9 +30,10 @@ def stop_after(num_updates: int) -> Any:
     return lambda: next(answers, True)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(llama: Path, tmp_path: Path, dropout: float) -> None:
     """R118."""
-    common = settings(tmp_path)
+    common = settings(tmp_path, dropout=dropout)
     train(llama, output=tmp_path / "straight", **common)
     job = make_job({**common, "output": tmp_path / "stopped"})
     (stopped,) = train_together(EngineConfig(model=llama), [job], is_stopped=stop_after(4))

@@ -19,8 +19,10 @@ from graftlm.kernels.ops import LoraExpand, LoraUpdate
 from graftlm.layers.patch import (
     EmbeddingPatch,
     HeadPatch,
+    InputMask,
     InputTransform,
     LinearPatch,
+    MaskedUpdate,
     ModelPatch,
     NormPatch,
     OutputTransform,
@@ -28,12 +30,21 @@ from graftlm.layers.patch import (
     PartTransform,
     PrefixPatch,
     ReplacedRows,
+    ScaledWeight,
     Slot,
 )
 from graftlm.layers.transforms import Affine
 from graftlm.models.base_weights import BaseWeights
 from graftlm.models.site import LinearSite
 from graftlm.quantization import DenseWeight
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MaskedPair:
+    mask: InputMask
+    lora_a: Tensor
+    lora_b: Tensor
+    gain: Tensor | None
 
 
 @dataclass(kw_only=True)
@@ -43,6 +54,7 @@ class _LinearChanges:
     input: InputTransform | None = None
     outputs: list[OutputTransform] = field(default_factory=list)
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    masked: list[_MaskedPair] = field(default_factory=list)
     rows: ReplacedRows | None = None
 
 
@@ -96,6 +108,15 @@ class PatchBuilder:
     def add_factors(self, path: str, lora_a: Tensor, lora_b: Tensor) -> None:
         """As `add_low_rank`, of factors that are being trained and may become what they must not be."""
         self._linears[path].pairs.append((lora_a, lora_b))
+
+    def add_masked_factors(
+        self, path: str, mask: InputMask, lora_a: Tensor, lora_b: Tensor, gain: Tensor | None = None
+    ) -> None:
+        """y += (u @ lora_a.T) @ lora_b.T + gain * (u @ W.T) with u = mask(x). Shapes as of `add_low_rank`; gain: [out].
+
+        Of adapters that are being trained; the layer's rows must be those of the batch.
+        """
+        self._linears[path].masked.append(_MaskedPair(mask=mask, lora_a=lora_a, lora_b=lora_b, gain=gain))
 
     def add_prefix(self, prefix: PrefixPatch) -> None:
         """Keys and values of the virtual tokens."""
@@ -183,7 +204,24 @@ class PatchBuilder:
             for site, changes in parts
             for transform in changes.outputs
         ]
-        return LinearPatch(overrides=tuple(overrides), outputs=tuple(outputs), low_rank=self._low_rank(parts))
+        return LinearPatch(
+            overrides=tuple(overrides),
+            outputs=tuple(outputs),
+            low_rank=self._low_rank([(site, changes.pairs) for site, changes in parts]),
+            masked=tuple(self._masked(site, pair) for site, changes in parts for pair in changes.masked),
+        )
+
+    def _masked(self, site: LinearSite, pair: _MaskedPair) -> MaskedUpdate:
+        scaled = None
+        if pair.gain is not None:
+            scaled = ScaledWeight(weight=self._base.linear(site.path), gain=self._exact(pair.gain))
+        return MaskedUpdate(
+            out_start=site.start,
+            out_stop=site.stop,
+            mask=pair.mask,
+            low_rank=self._update([(site, [(pair.lora_a, pair.lora_b)])]),
+            scaled=scaled,
+        )
 
     def _is_override(self, changes: _LinearChanges) -> bool:
         return changes.weight is not None or changes.input is not None
@@ -202,11 +240,14 @@ class PatchBuilder:
             owned=changes.weight is not None,
         )
 
-    def _low_rank(self, parts: list[tuple[LinearSite, _LinearChanges]]) -> LoraUpdate | None:
+    def _low_rank(self, parts: list[tuple[LinearSite, list[tuple[Tensor, Tensor]]]]) -> LoraUpdate | None:
+        return self._update(parts) if any(pairs for _, pairs in parts) else None
+
+    def _update(self, parts: list[tuple[LinearSite, list[tuple[Tensor, Tensor]]]]) -> LoraUpdate:
         """Modules of one fused layer share the product with their stacked As."""
         shrinks, expands, rank_start = [], [], 0
-        for site, changes in parts:
-            for lora_a, lora_b in changes.pairs:
+        for site, pairs in parts:
+            for lora_a, lora_b in pairs:
                 rank = lora_a.shape[0]
                 expands.append(
                     LoraExpand(
@@ -219,7 +260,7 @@ class PatchBuilder:
                 )
                 shrinks.append(self._exact(lora_a))
                 rank_start += rank
-        return LoraUpdate(shrink=torch.cat(shrinks).t().contiguous(), expands=tuple(expands)) if shrinks else None
+        return LoraUpdate(shrink=torch.cat(shrinks).t().contiguous(), expands=tuple(expands))
 
     def _cast(self, tensor: Tensor) -> Tensor:
         """To the base's dtype: what replaces a tensor of the base is computed like it."""

@@ -82,9 +82,12 @@ def train(
         _preview(console, config, jobs, show=show, gradient_checkpointing=gradient_checkpointing)
         return
     if publish is not None:
+        from graftlm.adapters.name import check_name
         from graftlm.training.publish import check_server
 
         check_server(publish)
+        for one in jobs:
+            check_name(one.label)
     trained: list[TrainedAdapter] = []
     try:
         with _tensorboard(tensorboard) as log:

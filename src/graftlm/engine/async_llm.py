@@ -334,6 +334,14 @@ class AsyncLLM:
             await self._commands_taken()
             await asyncio.to_thread(trim_heap)
 
+    def check_adapter_name(self, name: str) -> None:
+        """Raise unless an adapter may be loaded under `name`, in nobody's place.
+
+        Raises:
+            AdapterNameInvalid, AdapterNameTaken
+        """
+        self._open().registry.check_name(name)
+
     @property
     def whole_base(self) -> Base:
         """The base model, to be trained on beside the requests.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from graftlm.kernels import ops
-from graftlm.layers.patch import LinearPatch, PartOverride, Segment, Slot
+from graftlm.layers.patch import LinearPatch, MaskedUpdate, PartOverride, Segment, Slot
 from graftlm.quantization import Weight
 
 
@@ -48,8 +48,18 @@ def apply_patches(out: Tensor, x: Tensor, patched: Iterable[tuple[int, int, Line
             _transform(out[start:stop], x[start:stop], patch)
         elif patch.low_rank is not None:
             updates.append(ops.LoraSegment(start, stop, patch.low_rank))
+        for update in patch.masked:
+            _add_masked(out[start:stop], x[start:stop], update)
     if updates:
         ops.lora(out, x, updates)
+
+
+def _add_masked(out: Tensor, x: Tensor, update: MaskedUpdate) -> None:
+    """out: [T, out], changed in place. x: [T, in]."""
+    inputs = update.mask(x)
+    if update.scaled is not None:
+        out[:, update.out_start : update.out_stop] += update.scaled.weight.matmul(inputs) * update.scaled.gain
+    ops.lora(out, inputs, [ops.LoraSegment(0, len(out), update.low_rank)])
 
 
 def _override(out: Tensor, x: Tensor, overrides: Iterable[PartOverride]) -> None:

@@ -4,7 +4,8 @@
 
     y = post(W' pre(x) + b') + low_rank(x)
 
-with everything absent by default. Anything absent costs nothing; nothing here ever writes to the base's weights.
+and, only while an adapter is trained with dropout, + low_rank(mask(x)); with everything absent by default. Anything
+absent costs nothing; nothing here ever writes to the base's weights.
 """
 
 from __future__ import annotations
@@ -84,13 +85,49 @@ class PartTransform:
     transform: OutputTransform
 
 
+class InputMask(Protocol):
+    """What dropout leaves of a layer's input."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, in], all rows of a segment -> the same with some elements zero, [T, in], x unchanged."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledWeight:
+    """gain * (u @ weight.T). gain: [n] float32."""
+
+    weight: Weight
+    gain: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedUpdate:
+    """What is added to output columns [out_start, out_stop) of a part u = mask(x) of the input: a low-rank update of u,
+    whose matrices are as wide as the whole layer, and, for DoRA, a multiple of the base's result."""
+
+    out_start: int
+    out_stop: int
+    mask: InputMask
+    low_rank: LoraUpdate
+    scaled: ScaledWeight | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.low_rank.num_bytes + (0 if self.scaled is None else self.scaled.gain.nbytes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearPatch:
-    """One linear layer. Order: overrides, then output transforms, then the low-rank update."""
+    """One linear layer. Order: overrides, then output transforms, then the low-rank updates.
+
+    masked: each sees a part of the input; of an adapter that is being trained only.
+    """
 
     overrides: tuple[PartOverride, ...] = ()
     outputs: tuple[PartTransform, ...] = ()
     low_rank: LoraUpdate | None = None
+    masked: tuple[MaskedUpdate, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -98,6 +135,7 @@ class LinearPatch:
             sum(override.num_bytes for override in self.overrides)
             + sum(output.transform.num_bytes for output in self.outputs)
             + (0 if self.low_rank is None else self.low_rank.num_bytes)
+            + sum(update.num_bytes for update in self.masked)
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from graftlm.errors import ConfigurationError
 
 Schedule = Literal["cosine", "linear", "constant"]
+Bias = Literal["none", "lora_only", "all"]
 ObjectiveName = Literal["sft", "dpo"]
 LongDocuments = Literal["truncate", "split", "refuse"]
 DEFAULT_RANK, DEFAULT_ALPHA, DEFAULT_TARGETS = 16, 32.0, "all-linear"
@@ -49,6 +50,10 @@ class TrainingJob:
         beta: how closely dpo stays with the reference.
         rslora: scale by alpha / sqrt(rank) instead.
         dora: learn the length of each row of the adapted weights separately (DoRA).
+        bias: whose biases are trained too: none, lora_only (the adapted modules'), or all (every linear layer's and
+            norm's); default: none, or that of `init_adapter`.
+        dropout: probability with which the updates do not see an element of their input while they are trained;
+            default: 0, or that of `init_adapter`.
         lr: learning rate, after the warm-up.
         schedule: what becomes of the learning rate by the last step; cosine and linear end at zero.
         warmup_steps: steps in which the learning rate grows to `lr`; default: 3 % of all, none if constant.
@@ -86,6 +91,8 @@ class TrainingJob:
     beta: float = 0.1
     rslora: bool = False
     dora: bool = False
+    bias: Bias | None = None
+    dropout: float | None = None
     lr: float = 2e-4
     schedule: Schedule = "cosine"
     warmup_steps: int | None = None
@@ -117,6 +124,11 @@ class TrainingJob:
             self._check_number(name, above_zero=True)
         for name in ("weight_decay", "max_grad_norm", "eval_fraction"):
             self._check_number(name, above_zero=False)
+        if self.bias not in (None, *Bias.__args__):  # type: ignore[attr-defined]
+            allowed = ", ".join(Bias.__args__)  # type: ignore[attr-defined]
+            raise ConfigurationError("bias has an unknown value", got=self.bias, allowed=allowed)
+        if self.dropout is not None:
+            check_dropout("dropout", self.dropout)
         if self.eval_fraction >= 1:
             raise ConfigurationError("eval_fraction leaves nothing to learn from", got=self.eval_fraction)
         if self.eval_data is not None and self.eval_fraction:
@@ -205,6 +217,12 @@ def make_job(settings: Mapping[str, Any]) -> TrainingJob:
         if isinstance(values.get(name), list | tuple):
             values[name] = ",".join(str(item) for item in values[name]) or None
     return TrainingJob(**values)
+
+
+def check_dropout(name: str, value: object) -> None:
+    """Raises: ConfigurationError: it is no probability below 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ConfigurationError(f"{name} is not usable", got=repr(value), allowed="a number from 0, below 1")
 
 
 def _default_of(name: str) -> object:

@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 
 from graftlm.errors import TrainingDataError
+from graftlm.layers.patch import ModelPatch
 from graftlm.models.base_weights import BaseWeights
 from graftlm.training.batch_order import BatchOrder
 from graftlm.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from graftlm.training.document import Document, Example
+from graftlm.training.dropout import Dropout
 from graftlm.training.job import TrainingJob
 from graftlm.training.metrics_log import MetricsLog
 from graftlm.training.objective import objective_of
 from graftlm.training.output import CHECKPOINT_NAME, METRICS_NAME, make_folder, save_adapter
+from graftlm.training.packed_batch import num_rows
 from graftlm.training.schedule import learning_rate
 from graftlm.training.start import Start
 from graftlm.training.trainable import TrainableAdapter
@@ -85,6 +88,15 @@ class JobRun:
             return self.job.steps
         return math.ceil(self._order.batches_per_epoch * self.job.epochs / self.job.accumulate)
 
+    @property
+    def epochs_left(self) -> int | None:
+        """Epochs to come after the last update, if that ended one; an epoch that is cut short counts."""
+        per_epoch = self._order.batches_per_epoch
+        ended, ended_before = (step * self.job.accumulate // per_epoch for step in (self.step, self.step - 1))
+        if ended == ended_before:
+            return None
+        return math.ceil(self.num_steps * self.job.accumulate / per_epoch) - ended
+
     def micro_batches(self) -> list[tuple[Document, ...]]:
         """Documents of each forward pass of the next update."""
         first = self.step * self.job.accumulate
@@ -92,6 +104,23 @@ class JobRun:
             tuple(document for index in self._order.batch(number) for document in self._examples[index])
             for number in range(first, first + self.job.accumulate)
         ]
+
+    def patch(self, documents: Sequence[Document], first_document: int) -> ModelPatch:
+        """What the adapter does in one pass of the next update, differentiable in its parameters.
+
+        Args:
+            documents: of the pass. first_document: number of the first of them in the update.
+        """
+        dropout = None
+        if self._start.dropout:
+            dropout = Dropout(
+                rate=self._start.dropout,
+                seed=self.job.seed,
+                step=self.step,
+                lengths=tuple(num_rows(document) for document in documents),
+                first_document=first_document,
+            )
+        return self.trainable.patch(dropout)
 
     def update(self, means: Mapping[str, float], documents: Sequence[Document]) -> None:
         """Make an update from the gradients that are there, or skip it if they are not finite.
@@ -140,7 +169,7 @@ class JobRun:
         """Write down the update that was made: its metrics, a checkpoint if one is due, the adapter at the end."""
         self._log.append(self.last_metrics)
         if self.state == "finished":
-            save_adapter(self.folder, self._start.raw, self.trainable.parameters)
+            self.save_adapter(self.folder)
             (self.folder / CHECKPOINT_NAME).unlink(missing_ok=True)
         elif self.state == "running" and self.job.save_every and self.step % self.job.save_every == 0:
             self.save()
@@ -162,6 +191,15 @@ class JobRun:
                 num_worse=self._num_worse,
             ),
         )
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapter as it is now, as the one at the end will be.
+
+        Raises:
+            TrainingFailed: it cannot be written.
+        """
+        make_folder(folder)
+        save_adapter(folder, self._start.raw, self.trainable.parameters)
 
     def pause(self) -> None:
         """Take no part in updates until `go_on`."""

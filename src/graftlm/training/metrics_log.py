@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from graftlm.errors import TrainingFailed
 from graftlm.training.atomic_file import write_atomically
 
 
@@ -16,8 +17,12 @@ class MetricsLog:
         self._path = path
 
     def append(self, values: Mapping[str, float]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+        """Raises: TrainingFailed: the line cannot be written."""
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(values) + "\n")
+        except OSError as cause:
+            raise TrainingFailed("the metrics cannot be written", got=str(cause)[:200]) from cause
 
     def rewind(self, step: int) -> None:
         """Forget updates after `step`: they will be made again."""

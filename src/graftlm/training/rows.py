@@ -64,7 +64,7 @@ def report(path: str | Path, problems: Sequence[Problem]) -> TrainingDataError:
     shown = [f"{path}:{problem.line}: {problem.reason}" for problem in ordered[:MAX_SHOWN]]
     more = [f"and {len(problems) - MAX_SHOWN} more"] if len(problems) > MAX_SHOWN else []
     return TrainingDataError(
-        f"{len(problems)} rows cannot be learnt from",
+        f"{len(problems)} {'row' if len(problems) == 1 else 'rows'} cannot be learnt from",
         got="\n  " + "\n  ".join([*shown, *more]),
         do="mend or remove them",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,9 +15,7 @@ from graftlm.adapters.methods.parameters import BY_MEANING, select_parameters
 from graftlm.adapters.targets import is_saved, select_targets
 from graftlm.errors import AdapterUnsupported, ConfigurationError
 from graftlm.models.site import ExpertStack, SiteMap
-from graftlm.training.job import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, TrainingJob
-
-logger = logging.getLogger(__name__)
+from graftlm.training.job import DEFAULT_ALPHA, DEFAULT_RANK, DEFAULT_TARGETS, TrainingJob, check_dropout
 
 # Of PEFT, whose layout is written.
 PEFT_VERSION = "0.21.0"
@@ -31,7 +28,7 @@ class Start:
 
     targets: paths of the modules with a low-rank update, in model order. stacks: of experts, with one for each. saved:
     paths of the modules that are trained whole. token_ids: of the tokens whose rows are trained, by the path of the
-    embedding or the head; rows_reach_head: those of the embedding are the head's too.
+    embedding or the head; rows_reach_head: those of the embedding are the head's too. dropout: of the updates' inputs.
     """
 
     raw: Mapping[str, Any]
@@ -42,6 +39,7 @@ class Start:
     saved: tuple[str, ...]
     token_ids: Mapping[str, tuple[int, ...]]
     rows_reach_head: bool
+    dropout: float
 
 
 def choose_start(job: TrainingJob, sites: SiteMap, model: str) -> Start:
@@ -56,7 +54,7 @@ def choose_start(job: TrainingJob, sites: SiteMap, model: str) -> Start:
     """
     if job.init_adapter is None:
         raw = _fresh_config(job, sites, model)
-        return _make_start(raw, parse_lora_config(raw), sites, None)
+        return _make_start(raw, sites, None)
     files = read_adapter_files(job.init_adapter, max_bytes=1 << 62, allow_pickle=False)
     if files.config.get("peft_type") != "LORA":
         raise AdapterUnsupported(
@@ -65,16 +63,14 @@ def choose_start(job: TrainingJob, sites: SiteMap, model: str) -> Start:
     config = parse_lora_config(files.config)
     _check_trainable(config, sites)
     _check_same(job, config, sites)
-    if dropout := files.config.get("lora_dropout"):
-        logger.warning("%s was trained with lora_dropout=%s; it goes on without", job.init_adapter, dropout)
-    raw = {**files.config, "base_model_name_or_path": model, "inference_mode": True, "lora_dropout": 0.0}
-    return _make_start(raw, config, sites, files.tensors)
+    dropout = (files.config.get("lora_dropout") or 0.0) if job.dropout is None else job.dropout
+    raw = {**files.config, "base_model_name_or_path": model, "inference_mode": True, "lora_dropout": dropout}
+    return _make_start(raw, sites, files.tensors)
 
 
-def _make_start(
-    raw: Mapping[str, Any], config: LoraConfig, sites: SiteMap, tensors: Mapping[str, Tensor] | None
-) -> Start:
-    return Start(
+def _make_start(raw: Mapping[str, Any], sites: SiteMap, tensors: Mapping[str, Tensor] | None) -> Start:
+    config = parse_lora_config(raw)
+    start = Start(
         raw=raw,
         config=config,
         tensors=tensors,
@@ -83,18 +79,35 @@ def _make_start(
         saved=_saved(config, sites),
         token_ids=_token_ids(config, sites),
         rows_reach_head=sites.tied_head and len(set(config.token_indices.values())) == 1,
+        dropout=raw["lora_dropout"],
     )
+    _check_dropout(start, sites)
+    return start
+
+
+def _check_dropout(start: Start, sites: SiteMap) -> None:
+    check_dropout("lora_dropout", start.dropout)
+    masked = [
+        *(path for path in start.targets if path == sites.head_path),  # which sees a part of the rows at a time
+        *(stack.path for stack in start.stacks),  # which PEFT refuses too
+    ]
+    if start.dropout and masked:
+        raise AdapterUnsupported(
+            "dropout is not offered for the inputs of experts and of the output head",
+            got=", ".join(masked[:5]),
+            do="set dropout to 0, or leave them out of the targets",
+        )
 
 
 def _fresh_config(job: TrainingJob, sites: SiteMap, model: str) -> dict[str, Any]:
     raw: dict[str, Any] = {
         "base_model_name_or_path": model,
-        "bias": "none",
+        "bias": job.bias or "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": DEFAULT_ALPHA if job.alpha is None else job.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": job.dropout or 0.0,
         "modules_to_save": job.saved_modules or None,
         "peft_type": "LORA",
         "peft_version": PEFT_VERSION,
@@ -198,7 +211,6 @@ def _ends_with(path: str, name: str) -> bool:
 
 def _check_trainable(config: LoraConfig, sites: SiteMap) -> None:
     present = {
-        "bias": config.bias != "none",
         "lora_bias": config.use_lora_bias,
         "init_lora_weights": config.initialisation != "plain",
         "use_bdlora": config.is_block_diagonal,
@@ -213,7 +225,7 @@ def _check_trainable(config: LoraConfig, sites: SiteMap) -> None:
         raise AdapterUnsupported(
             "init_adapter uses what cannot be trained here",
             got=", ".join(names),
-            allowed="LoRA, rsLoRA, DoRA, modules_to_save, trainable_token_indices, target_parameters",
+            allowed="LoRA, rsLoRA, DoRA, bias, modules_to_save, trainable_token_indices, target_parameters",
         )
 
 
@@ -225,6 +237,7 @@ def _check_same(job: TrainingJob, config: LoraConfig, sites: SiteMap) -> None:
             ("alpha", job.alpha, config.alpha),
             ("rslora", job.rslora or None, config.use_rslora),
             ("dora", job.dora or None, config.use_dora),
+            ("bias", job.bias and job.bias.replace("lora_only", "adapted"), config.bias),
             ("modules_to_save", job.saved_modules or None, list(config.modules_to_save)),
             ("target_parameters", job.parameters or None, list(config.target_parameters)),
             ("trainable_token_indices", job.token_indices or None, list(config.token_indices.get("", ()))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from graftlm.training.job_run import JobRun
 from graftlm.training.output import check_folder
 from graftlm.training.start import Start, choose_start
 from graftlm.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_LENGTH = 1024
 # Of `permutation`: apart from every epoch's.
@@ -136,6 +139,17 @@ def check_outputs(jobs: Sequence[TrainingJob], *, resume: bool = False) -> None:
     Raises:
         ConfigurationError
     """
+    check_distinct(jobs)
+    for job in jobs:
+        check_folder(Path(job.output).expanduser(), resume=resume)
+
+
+def check_distinct(jobs: Sequence[TrainingJob]) -> None:
+    """Raise unless each job has a name and a folder of its own.
+
+    Raises:
+        ConfigurationError
+    """
     if not jobs:
         raise ConfigurationError("there is no job to train", do="give data and output, or job files")
     for what, values in (
@@ -144,8 +158,6 @@ def check_outputs(jobs: Sequence[TrainingJob], *, resume: bool = False) -> None:
     ):
         if twice := sorted({value for value in values if values.count(value) > 1}):
             raise ConfigurationError(f"two jobs have one {what}", got=", ".join(twice), do="give each its own")
-    for job in jobs:
-        check_folder(Path(job.output).expanduser(), resume=resume)
 
 
 def prepare_job(job: TrainingJob, base: Base, model: str) -> PreparedJob:
@@ -172,6 +184,9 @@ def prepare_job(job: TrainingJob, base: Base, model: str) -> PreparedJob:
         )
 
     data = load(job.data)
+    if data.num_long:
+        what = "cut" if job.long_documents == "truncate" else "split"
+        logger.warning("%s: %d rows have more than %d tokens and were %s", job.label, data.num_long, max_length, what)
     examples, held_out = _hold_out(data.examples, job)
     if job.eval_data is not None:
         held_out = load(job.eval_data).examples

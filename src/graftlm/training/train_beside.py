@@ -13,8 +13,8 @@ from graftlm.errors import GraftError
 from graftlm.training.background import BackgroundTrainer
 from graftlm.training.job import TrainingJob
 from graftlm.training.job_run import JobRun
-from graftlm.training.output import CHECKPOINT_NAME
-from graftlm.training.train import check_outputs, prepare_job, start_run
+from graftlm.training.output import CHECKPOINT_NAME, check_folder
+from graftlm.training.train import check_distinct, prepare_job, start_run
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +23,15 @@ def train_beside(llm: AsyncLLM, trainer: BackgroundTrainer, jobs: Sequence[Train
     """Let jobs run between the requests. A job whose folder has a checkpoint goes on from there.
 
     Raises:
-        ConfigurationError, AdapterError, TrainingDataError: before anything is trained.
+        ConfigurationError, AdapterError, TrainingDataError: before anything is trained; AdapterNameTaken among them.
     """
+    for job in jobs:
+        llm.check_adapter_name(job.label)
     base = llm.whole_base
     resumed = {job: (Path(job.output).expanduser() / CHECKPOINT_NAME).is_file() for job in jobs}
-    for resume in (False, True):
-        if chosen := [job for job in jobs if resumed[job] is resume]:
-            check_outputs(chosen, resume=resume)
+    check_distinct(jobs)
+    for job in jobs:
+        check_folder(Path(job.output).expanduser(), resume=resumed[job])
     prepared = [prepare_job(job, base, llm.model_name) for job in jobs]
     loads = background_thread("graft-trained")
 

@@ -13,6 +13,8 @@ from graftlm.adapters.patch_builder import PatchBuilder
 from graftlm.errors import AdapterUnsupported
 from graftlm.layers.patch import ModelPatch
 from graftlm.models.base_weights import BaseWeights
+from graftlm.training.dropout import Dropout
+from graftlm.training.parts.biases import BiasPart
 from graftlm.training.parts.expert_stacks import ExpertStackPart
 from graftlm.training.parts.low_rank import LowRankPart
 from graftlm.training.parts.part import ParameterKey, TrainablePart
@@ -22,7 +24,7 @@ from graftlm.training.start import Start
 
 
 class TrainableAdapter:
-    """Low-rank updates, and what else a LoRA may hold: whole modules, rows of tokens.
+    """Low-rank updates, and what else a LoRA may hold: whole modules, biases, rows of tokens.
 
     parameters: tensors under the names PEFT saves them by, in float32 (float64 over a float64 base) whatever the base
     is held in: bfloat16 is too coarse to add a learning rate's worth to.
@@ -37,6 +39,7 @@ class TrainableAdapter:
             LowRankPart(start.config, start.targets, base),
             ExpertStackPart(start.config, start.stacks, base),
             WholeModulesPart(start.saved, base),
+            BiasPart(start.config, start.targets, start.saved, base),
             TokenRowsPart(start.token_ids, base, reaches_head=start.rows_reach_head),
         )
         dtype = torch.promote_types(base.dtype, torch.float32)
@@ -59,11 +62,15 @@ class TrainableAdapter:
     def num_modules(self) -> int:
         return len({key.path for key in self._values})
 
-    def patch(self) -> ModelPatch:
-        """What the adapter does now, differentiable in the parameters."""
+    def patch(self, dropout: Dropout | None = None) -> ModelPatch:
+        """What the adapter does now, differentiable in the parameters.
+
+        Args:
+            dropout: of the pass the patch is for; None for an adapter that sees all.
+        """
         builder = PatchBuilder(self._base)
         for part in self._parts:
-            part.add_to(builder, self._values)
+            part.add_to(builder, self._values, dropout)
         return builder.build()
 
     def _given(self, tensors: Mapping[str, Tensor], fresh: Mapping[ParameterKey, Tensor]) -> dict[ParameterKey, Tensor]:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -31,10 +32,11 @@ MIX_ROWS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A forward pass's worth of one job's update."""
+    """A forward pass's worth of one job's update. first_document: number of its first document in the update."""
 
     run: JobRun
     documents: tuple[Document, ...]
+    first_document: int
     num_terms: int
 
     @property
@@ -52,7 +54,11 @@ class _Part:
                 room = max_rows
             pieces[-1] += example
             room -= rows
-        return [replace(self, documents=tuple(piece)) for piece in pieces]
+        firsts = accumulate((len(piece) for piece in pieces), initial=self.first_document)
+        return [
+            replace(self, documents=tuple(piece), first_document=first)
+            for piece, first in zip(pieces, firsts, strict=False)
+        ]
 
 
 class Trainer:
@@ -97,7 +103,12 @@ class Trainer:
         sums: dict[JobRun, dict[str, float]] = {run: defaultdict(float) for run in running}
         for number in range(max((run.job.accumulate for run in running), default=0)):
             parts = [
-                _Part(run=run, documents=micro_batches[run][number], num_terms=num_terms[run])
+                _Part(
+                    run=run,
+                    documents=micro_batches[run][number],
+                    first_document=sum(len(batch) for batch in micro_batches[run][:number]),
+                    num_terms=num_terms[run],
+                )
                 for run in running
                 if number < run.job.accumulate
             ]
@@ -148,7 +159,7 @@ class Trainer:
         size = run.job.batch_size
         for start in range(0, len(run.held_out), size):
             documents = tuple(document for example in run.held_out[start : start + size] for document in example)
-            for (part,) in self._passes([_Part(run=run, documents=documents, num_terms=0)]):
+            for (part,) in self._passes([_Part(run=run, documents=documents, first_document=0, num_terms=0)]):
                 yield part.num_rows
                 with self._timed([part]):
                     shares = [Share(patch=patch, documents=part.documents)]
@@ -160,7 +171,9 @@ class Trainer:
 
     def _backward(self, parts: Sequence[_Part]) -> list[dict[str, float]]:
         """Add the parts' gradients to their parameters; their objectives' sums."""
-        shares = [Share(patch=part.run.trainable.patch(), documents=part.documents) for part in parts]
+        shares = [
+            Share(patch=part.run.patch(part.documents, part.first_document), documents=part.documents) for part in parts
+        ]
         with self._timed(parts):
             references = self._references(parts)
             losses = backward(

@@ -62,6 +62,37 @@ class FineTuningJob:
 
 
 @dataclass(frozen=True, kw_only=True)
+class JobCheckpoint:
+    """The adapter as it was after a step. model: the name it is served under. metrics: of that step, as an event's."""
+
+    created_at: int
+    job_id: str
+    step: int
+    model: str
+    metrics: Mapping[str, Any]
+
+    @property
+    def id(self) -> str:
+        return f"ftckpt_{self.job_id.removeprefix('ftjob-')}-{self.step}"
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As OpenAI describes it. What is measured is measured on all of the validation file."""
+        metrics = {"step": self.step, "train_loss": self.metrics["train_loss"]}
+        if (loss := self.metrics.get("valid_loss")) is not None:
+            metrics |= {"valid_loss": loss, "full_valid_loss": loss}
+        return {
+            "id": self.id,
+            "object": "fine_tuning.job.checkpoint",
+            "created_at": self.created_at,
+            "fine_tuned_model_checkpoint": self.model,
+            "fine_tuning_job_id": self.job_id,
+            "metrics": metrics,
+            "step_number": self.step,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobEvent:
     """data: of an update, its metrics."""
 

@@ -1,4 +1,4 @@
-"""Jobs and their events on disk: they outlive the server."""
+"""Jobs, their events and their checkpoints on disk: they outlive the server."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from threading import Lock
 from typing import Any, Literal
 
 from graftlm.errors import ObjectNotFound
-from graftlm.server.fine_tuning.job import FineTuningJob, JobEvent
+from graftlm.server.fine_tuning.job import FineTuningJob, JobCheckpoint, JobEvent
 from graftlm.training.atomic_file import write_atomically
 
-_JOB, _EVENTS, _OUTPUT = "job.json", "events.jsonl", "adapter"
+_JOB, _EVENTS, _CHECKPOINTS, _OUTPUT = "job.json", "events.jsonl", "checkpoints.json", "adapter"
 
 
 class JobStore:
@@ -54,6 +54,28 @@ class JobStore:
         """Where its adapter is written."""
         return self._folder / job_id / _OUTPUT
 
+    def checkpoint_output(self, job_id: str, step: int) -> Path:
+        """Where the adapter as it was after a step is written."""
+        return self._folder / job_id / f"step-{step}"
+
+    def add_checkpoint(self, checkpoint: JobCheckpoint) -> None:
+        """Note one, in the place of one of the same step."""
+        with self._lock:
+            kept = [known for known in self._read_checkpoints(checkpoint.job_id) if known.step != checkpoint.step]
+            text = json.dumps([dataclasses.asdict(item) for item in (*kept, checkpoint)], indent=2)
+            path = self._folder / checkpoint.job_id / _CHECKPOINTS
+            write_atomically(path, lambda path: path.write_text(text, encoding="utf-8"))
+
+    def checkpoints(self, job_id: str) -> list[JobCheckpoint]:
+        """The newest first.
+
+        Raises:
+            ObjectNotFound
+        """
+        with self._lock:
+            found = self._read_checkpoints(self.get(job_id).id)
+        return sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True)
+
     def tell(
         self,
         job_id: str,
@@ -79,6 +101,12 @@ class JobStore:
         with self._lock:
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [JobEvent(**json.loads(line)) for line in reversed(lines)]
+
+    def _read_checkpoints(self, job_id: str) -> list[JobCheckpoint]:
+        path = self._folder / job_id / _CHECKPOINTS
+        if not path.exists():
+            return []
+        return [JobCheckpoint(**item) for item in json.loads(path.read_text(encoding="utf-8"))]
 
     def _put(self, job: FineTuningJob) -> None:
         text = json.dumps(dataclasses.asdict(job), indent=2)

@@ -96,10 +96,8 @@ def fine_tuning_routes(llm: AsyncLLM, service: FineTuningService | None) -> APIR
         return _page(await asyncio.to_thread(allowed().jobs.events, job_id), limit, after)
 
     @router.get("/v1/fine_tuning/jobs/{job_id}/checkpoints")
-    async def list_checkpoints(job_id: str) -> Response:
-        """Of a job that runs there is one, which only its own resumption reads."""
-        allowed().jobs.get(job_id)
-        return _page([], 1, None)
+    async def list_checkpoints(job_id: str, limit: Limit = 10, after: str | None = None) -> Response:
+        return _page(await asyncio.to_thread(allowed().jobs.checkpoints, job_id), limit, after)
 
     def switch(verb: str, do: Callable[[FineTuningService], Callable[[str], FineTuningJob]]) -> None:
         @router.post(f"/v1/fine_tuning/jobs/{{job_id}}/{verb}")

@@ -19,7 +19,7 @@ from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.background_thread import background_thread
 from graftlm.errors import ConfigurationError, GraftError, InvalidRequest, ObjectNotFound
 from graftlm.server.fine_tuning.file_store import FileStore
-from graftlm.server.fine_tuning.job import ENDED, FineTuningJob
+from graftlm.server.fine_tuning.job import ENDED, FineTuningJob, JobCheckpoint
 from graftlm.server.fine_tuning.job_store import JobStore
 from graftlm.server.fine_tuning.schemas import CreateJobRequest, Hyperparameters, Method, PreferenceHyperparameters
 from graftlm.training.background import BackgroundTrainer
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_EPOCHS, DEFAULT_BATCH_SIZE = 3, 8
 # Jobs that are trained at a time; the others are queued.
 MAX_RUNNING = 4
+# As many epochs of a job, counted from its end, end with a checkpoint; the last is the result.
+CHECKPOINTED_EPOCHS = 3
 # Options that a job gets from elsewhere.
 _RESERVED = frozenset({"data", "output", "name", "eval_data", "init_adapter", "objective", "seed"})
 
@@ -59,9 +61,8 @@ class FineTuningService:
         self._lock = Lock()
         self._runs: dict[str, JobRun] = {}
         for job in reversed(self.jobs.newest_first()):
-            if job.status == "succeeded":
-                self._thread.submit(self._serve_again, job.id)
-            elif job.status not in ENDED:
+            self._thread.submit(self._serve_again, job.id)
+            if job.status not in ENDED:
                 self._thread.submit(self._start, job.id)
 
     def create(self, request: CreateJobRequest, *, may_use: Callable[[str], bool]) -> FineTuningJob:
@@ -194,8 +195,8 @@ class FineTuningService:
         if model == self._llm.model_name:
             return None
         for job in self.jobs.newest_first():
-            if job.fine_tuned_model == model:
-                return str(self.jobs.output(job.id))
+            if (folder := self._served_from(job).get(model)) is not None:
+                return str(folder)
         raise InvalidRequest(
             "this model cannot be fine-tuned",
             param="model",
@@ -237,6 +238,8 @@ class FineTuningService:
         if job.validation_file is not None:
             settings["eval_data"] = self.files.path(job.validation_file)
         prepared = prepare_job(make_job(settings), self._base, self._llm.model_name)
+        if (num_long := prepared.data.num_long) and not resume:
+            self.jobs.tell(job.id, f"{num_long} rows are longer than max_length and were cut", level="warn")
         return start_run(prepared, self._base, resume=resume)
 
     def _on_update(self, job_id: str, run: JobRun) -> None:
@@ -249,54 +252,79 @@ class FineTuningService:
         if run.state == "failed":
             self._fail(job_id, run.failure or "training failed", code="training_failed")
             return
-        metrics = run.last_metrics
-        data = {
-            "step": run.step,
-            "total_steps": run.num_steps,
-            "train_loss": metrics["loss"],
-            **({"valid_loss": metrics["eval_loss"]} if "eval_loss" in metrics else {}),
-            **({"train_accuracy": metrics["accuracy"]} if "accuracy" in metrics else {}),
-        }
-        message = f"Step {run.step}/{run.num_steps}: training loss={metrics['loss']:.4f}"
+        data = _event_data(run)
+        message = f"Step {run.step}/{run.num_steps}: training loss={data['train_loss']:.4f}"
         self.jobs.tell(job_id, message, data=data)
         if run.state == "finished":
-            self._thread.submit(self._succeed, job_id, run.num_tokens)
+            self._thread.submit(self._succeed, job_id, run.num_tokens, data)
+        elif (left := run.epochs_left) is not None and left < CHECKPOINTED_EPOCHS:
+            self._save_checkpoint(job_id, run, data)
 
-    def _succeed(self, job_id: str, num_tokens: int) -> None:
+    def _save_checkpoint(self, job_id: str, run: JobRun, data: Mapping[str, Any]) -> None:
+        """In the engine's thread: the next update changes what is written."""
+        try:
+            run.save_adapter(self.jobs.checkpoint_output(job_id, run.step))
+        except GraftError as error:
+            self.jobs.tell(job_id, f"No checkpoint at step {run.step}: {error}", level="warn")
+        else:
+            self._thread.submit(self._serve_checkpoint, job_id, run.step, data)
+
+    def _serve_checkpoint(self, job_id: str, step: int, data: Mapping[str, Any]) -> None:
+        name = f"{self._name_of(self.jobs.get(job_id))}-ckpt-step-{step}"
+        try:
+            self._load(name, self.jobs.checkpoint_output(job_id, step))
+        except GraftError as error:
+            self.jobs.tell(job_id, f"The checkpoint at step {step} cannot be served: {error}", level="warn")
+        else:
+            self._add_checkpoint(job_id, step, name, data)
+
+    def _add_checkpoint(self, job_id: str, step: int, name: str, data: Mapping[str, Any]) -> None:
+        created_at = int(time.time())
+        self.jobs.add_checkpoint(
+            JobCheckpoint(created_at=created_at, job_id=job_id, step=step, model=name, metrics=data)
+        )
+        self.jobs.tell(job_id, f"Checkpoint created at step {step}")
+
+    def _succeed(self, job_id: str, num_tokens: int, data: Mapping[str, Any]) -> None:
         with self._lock:
             self._runs.pop(job_id, None)
+        name = self._name_of(self.jobs.get(job_id))
         try:
-            self._serve(job_id)
+            self._load(name, self.jobs.output(job_id))
         except GraftError as error:
             self._fail(job_id, f"the result cannot be served: {error}", code="adapter_invalid")
             return
-        job = self.jobs.change(
+        self._add_checkpoint(job_id, data["step"], name, data)
+        self.jobs.tell(job_id, f"New fine-tuned model created: {name}")
+        self.jobs.change(
             job_id,
             status="succeeded",
             finished_at=int(time.time()),
             trained_tokens=num_tokens,
-            fine_tuned_model=self._name_of(self.jobs.get(job_id)),
+            fine_tuned_model=name,
         )
-        self.jobs.tell(job_id, f"New fine-tuned model created: {job.fine_tuned_model}")
         self.jobs.tell(job_id, "The job has successfully completed")
         self._start_queued()
 
-    def _serve(self, job_id: str) -> None:
-        """Load what a job has made.
-
-        Raises:
-            AdapterError
-        """
+    def _load(self, name: str, folder: Path) -> None:
+        """Raises: AdapterError"""
         # Loading waits on nothing of any loop's but a thread of the engine's.
-        name, folder = self._name_of(self.jobs.get(job_id)), self.jobs.output(job_id)
         asyncio.run(self._llm.load_adapter(name, folder, replace=True))
+
+    def _served_from(self, job: FineTuningJob) -> dict[str, Path]:
+        """What a job has made, by the names it is served under: its checkpoints and, if it is done, its result."""
+        found = {item.model: self.jobs.checkpoint_output(job.id, item.step) for item in self.jobs.checkpoints(job.id)}
+        if job.fine_tuned_model is not None:
+            found[job.fine_tuned_model] = self.jobs.output(job.id)
+        return found
 
     def _serve_again(self, job_id: str) -> None:
         """After a restart. What was made stays made, even if this server cannot serve it."""
-        try:
-            self._serve(job_id)
-        except GraftError as error:
-            logger.error("%s: what it has made cannot be served: %s", job_id, error)
+        for name, folder in self._served_from(self.jobs.get(job_id)).items():
+            try:
+                self._load(name, folder)
+            except GraftError as error:
+                logger.error("%s: %s cannot be served: %s", job_id, name, error)
 
     def _start_queued(self) -> None:
         for job in reversed(self.jobs.newest_first()):
@@ -313,6 +341,18 @@ class FineTuningService:
         """OpenAI's scheme with a dash for its colon, which stands for weights here."""
         parts = ("ft", self._llm.model_name.rpartition("/")[2], job.suffix or "graft", job.id[-8:])
         return "-".join(re.sub(r"[^A-Za-z0-9._-]+|\.{2,}", "_", part)[:40] for part in parts)
+
+
+def _event_data(run: JobRun) -> dict[str, Any]:
+    """An update's metrics as OpenAI's events have them."""
+    metrics = run.last_metrics
+    return {
+        "step": run.step,
+        "total_steps": run.num_steps,
+        "train_loss": metrics["loss"],
+        **({"valid_loss": metrics["eval_loss"]} if "eval_loss" in metrics else {}),
+        **({"train_accuracy": metrics["accuracy"]} if "accuracy" in metrics else {}),
+    }
 
 
 def _resolved(asked: Hyperparameters) -> dict[str, Any]:

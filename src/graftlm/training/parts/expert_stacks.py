@@ -12,6 +12,7 @@ from graftlm.adapters.methods.parameters import expert_factors, stack_roles
 from graftlm.adapters.patch_builder import PatchBuilder
 from graftlm.models.base_weights import BaseWeights
 from graftlm.models.site import ExpertStack
+from graftlm.training.dropout import Dropout
 from graftlm.training.parts.low_rank import uniform_factor
 from graftlm.training.parts.part import ParameterKey
 
@@ -39,7 +40,9 @@ class ExpertStackPart:
             values[key_b] = torch.zeros(site.out_features, rank)
         return values
 
-    def add_to(self, builder: PatchBuilder, values: Mapping[ParameterKey, Tensor]) -> None:
+    def add_to(
+        self, builder: PatchBuilder, values: Mapping[ParameterKey, Tensor], dropout: Dropout | None = None
+    ) -> None:
         for stack in self._stacks:
             rank = self._config.rank_of(stack.path)
             lora_a, lora_b = (values[key] for key in self._keys[stack.path])

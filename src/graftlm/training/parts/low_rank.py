@@ -13,6 +13,7 @@ from graftlm.adapters.methods.dora import dora_output, dora_scale
 from graftlm.adapters.patch_builder import PatchBuilder
 from graftlm.kernels import ops
 from graftlm.models.base_weights import BaseWeights
+from graftlm.training.dropout import Dropout
 from graftlm.training.parts.part import ParameterKey
 
 LINEAR_ROLES = ("lora_A.weight", "lora_B.weight")
@@ -48,22 +49,44 @@ class LowRankPart:
                 values[ParameterKey(path, MAGNITUDE_ROLE)] = self._lengths(path)
         return values
 
-    def add_to(self, builder: PatchBuilder, values: Mapping[ParameterKey, Tensor]) -> None:
+    def add_to(
+        self, builder: PatchBuilder, values: Mapping[ParameterKey, Tensor], dropout: Dropout | None = None
+    ) -> None:
         for path in self._targets:
             if path == self._base.sites.embedding_path:
-                self._add_embedding(builder, path, values)
-            else:
+                self._add_embedding(builder, path, values)  # PEFT drops none of its inputs either
+            elif dropout is None:
                 self._add_linear(builder, path, values)
+            else:
+                self._add_masked(builder, path, values, dropout)
 
     def _add_linear(self, builder: PatchBuilder, path: str, values: Mapping[ParameterKey, Tensor]) -> None:
         lora_a, lora_b = (values[ParameterKey(path, role)] for role in LINEAR_ROLES)
         factor_b = lora_b * self._scaling(path)
         if self._config.use_dora:
-            weight = self._base.linear(path).dequantize()
-            scale = dora_scale(values[ParameterKey(path, MAGNITUDE_ROLE)], weight, lora_a, factor_b)
+            scale = self._dora_scale(path, values, lora_a, factor_b)
             builder.transform_output(path, dora_output(scale, self._base.bias(path)))
             factor_b = factor_b * scale[:, None]
         builder.add_factors(path, lora_a, factor_b)
+
+    def _add_masked(
+        self, builder: PatchBuilder, path: str, values: Mapping[ParameterKey, Tensor], dropout: Dropout
+    ) -> None:
+        """With DoRA as PEFT does it: W x + b + (g - 1) * W u + g * B A u, where u is what is left of x.
+
+        Source: peft/tuners/lora/layer.py, Linear.forward, and lora/dora.py (0.21).
+        """
+        lora_a, lora_b = (values[ParameterKey(path, role)] for role in LINEAR_ROLES)
+        factor_b = lora_b * self._scaling(path)
+        gain = None
+        if self._config.use_dora:
+            scale = self._dora_scale(path, values, lora_a, factor_b)
+            factor_b, gain = factor_b * scale[:, None], (scale - 1) * dropout.gain
+        builder.add_masked_factors(path, dropout.mask(path), lora_a, factor_b * dropout.gain, gain)
+
+    def _dora_scale(self, path: str, values: Mapping[ParameterKey, Tensor], lora_a: Tensor, factor_b: Tensor) -> Tensor:
+        weight = self._base.linear(path).dequantize()
+        return dora_scale(values[ParameterKey(path, MAGNITUDE_ROLE)], weight, lora_a, factor_b)
 
     def _add_embedding(self, builder: PatchBuilder, path: str, values: Mapping[ParameterKey, Tensor]) -> None:
         lora_a, lora_b = (values[ParameterKey(path, role)] for role in EMBEDDING_ROLES)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graftlm.adapters.module_tensors import PEFT_PREFIX
 from graftlm.adapters.patch_builder import PatchBuilder
+from graftlm.training.dropout import Dropout
 
 
 class ParameterKey(NamedTuple):
@@ -31,6 +32,12 @@ class TrainablePart(Protocol):
         """All of its parameters as they are before the first update: together they change nothing yet."""
         ...
 
-    def add_to(self, builder: PatchBuilder, values: Mapping[ParameterKey, Tensor]) -> None:
-        """Tell the builder what the parameters do, differentiable in `values`."""
+    def add_to(
+        self, builder: PatchBuilder, values: Mapping[ParameterKey, Tensor], dropout: Dropout | None = None
+    ) -> None:
+        """Tell the builder what the parameters do, differentiable in `values`.
+
+        Args:
+            dropout: of the pass, for those whose inputs are masked; None for no mask.
+        """
         ...

@@ -10,6 +10,7 @@ from torch import Tensor
 from graftlm.adapters.methods.token_rows import TOKEN_ROWS, token_rows
 from graftlm.adapters.patch_builder import PatchBuilder
 from graftlm.models.base_weights import BaseWeights
+from graftlm.training.dropout import Dropout
 from graftlm.training.parts.part import ParameterKey
 
 
@@ -32,7 +33,9 @@ class TokenRowsPart:
             values[ParameterKey(path, TOKEN_ROWS)] = table[torch.tensor(ids, device=table.device)]
         return values
 
-    def add_to(self, builder: PatchBuilder, values: Mapping[ParameterKey, Tensor]) -> None:
+    def add_to(
+        self, builder: PatchBuilder, values: Mapping[ParameterKey, Tensor], dropout: Dropout | None = None
+    ) -> None:
         sites = self._base.sites
         for path, ids in self._token_ids.items():
             rows = token_rows(ids, values[ParameterKey(path, TOKEN_ROWS)], self._base)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graftlm.adapters.patch_builder import PatchBuilder
 from graftlm.models.base_weights import BaseWeights
+from graftlm.training.dropout import Dropout
 from graftlm.training.parts.part import ParameterKey
 
 WEIGHT_ROLE, BIAS_ROLE = "weight", "bias"
@@ -35,7 +36,9 @@ class WholeModulesPart:
                 values[ParameterKey(path, BIAS_ROLE)] = bias
         return values
 
-    def add_to(self, builder: PatchBuilder, values: Mapping[ParameterKey, Tensor]) -> None:
+    def add_to(
+        self, builder: PatchBuilder, values: Mapping[ParameterKey, Tensor], dropout: Dropout | None = None
+    ) -> None:
         sites = self._base.sites
         for path in self._paths:
             weight, bias = values[ParameterKey(path, WEIGHT_ROLE)], values.get(ParameterKey(path, BIAS_ROLE))

@@ -87,6 +87,16 @@ def test_what_is_published_replaces_the_version_served_so_far(llama: Path, tmp_p
         assert digests[0] != digests[1]
 
 
+def test_a_name_that_no_adapter_can_have_is_noticed_before_training(llama: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", completion_rows())
+    with serving(AsyncLLM(llama, name="tiny", kv_cache_bytes=4 << 20)) as server:
+        code, output = run(
+            llama, "--data", data, "--output", tmp_path / "out", "--name", "a/b", "--publish", server.url
+        )
+    assert (code, "got: 'a/b'" in output) == (2, True), output
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_server_that_is_not_there_is_noticed_before_training(llama: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", completion_rows())
     for url, message in (("http://127.0.0.1:9", "no server answers"), ("localhost", "publish is no address")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -13,12 +14,13 @@ import openai
 import pytest
 
 from graftlm import AsyncLLM
+from graftlm.errors import AdapterNameTaken
 from graftlm.server.api_keys import digest_of
 from graftlm.server.fine_tuning.training import Training
 from graftlm.server.key_file import KeyFile
 from graftlm.training import train
 from tests.server.live_server import DEADLINE_SECONDS, LiveServer, error_of, serving
-from tests.tiny import make_llama
+from tests.tiny import make_adapter, make_llama
 
 CHATS = [
     {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
@@ -289,6 +291,19 @@ def test_jobs_outlive_the_server(base: Path, tmp_path: Path) -> None:
         until(lambda: {name, checkpoint} <= models(server))
         until(lambda: any("goes on from step" in message for message in messages(server, long.id)))
         assert server.openai.fine_tuning.jobs.cancel(long.id).status == "cancelled"
+
+
+def test_a_job_file_whose_name_something_answers_to_is_refused(base: Path, tmp_path: Path) -> None:
+    data, file = tmp_path / "chats.jsonl", tmp_path / "job.toml"
+    data.write_bytes(lines(CHATS))
+    adapter = make_adapter(base, tmp_path / "adapter")
+    llm = AsyncLLM(base, name="tiny", adapters={"greeter": adapter}, kv_cache_bytes=4 << 20)
+    for name in ("tiny", "greeter"):
+        file.write_text(f'data = "{data}"\noutput = "{tmp_path / "out"}"\nname = "{name}"\n')
+        with pytest.raises(AdapterNameTaken, match=f"already has this name; got: {name}"):
+            Training(llm, None, [str(file)], max_pause_seconds=10)
+    asyncio.run(llm.shutdown())
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_job_file_is_trained_beside_the_requests_and_served(base: Path, tmp_path: Path) -> None:

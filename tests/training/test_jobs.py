@@ -110,6 +110,12 @@ def test_a_length_beyond_the_context_is_refused(llama: Path, tmp_path: Path) -> 
     assert "beyond the model's context; got: 513" in str(refused(llama, tmp_path, max_length=513))
 
 
+def test_rows_that_are_cut_are_counted(llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"text": "x" * 40}, {"text": "y" * 30}, {"text": "z"}])
+    train(llama, data=data, output=tmp_path / "out", steps=1, max_length=20)
+    assert "out: 2 rows have more than 20 tokens and were cut" in caplog.messages
+
+
 def test_an_output_folder_with_something_in_it_is_refused(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").touch()

@@ -109,6 +109,15 @@ def test_a_poisoned_job_leaves_the_others_bit_identical(tmp_path: Path, base: Ba
                 assert torch.equal(parameter, same.trainable.parameters[name])
 
 
+def test_metrics_that_cannot_be_written_end_their_job_and_no_other(tmp_path: Path, base: Base) -> None:
+    made = jobs(tmp_path, "full", steps=3)
+    ill, well = run_of(made["two"], base), run_of(made["four"], base)
+    (ill.folder / "metrics.jsonl").mkdir()
+    losses_of([ill, well], base)
+    assert (ill.state, well.state) == ("failed", "finished")
+    assert "the metrics cannot be written" in str(ill.failure)
+
+
 def test_a_failure_is_told_after_the_others_have_finished(llama: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", completion_rows())
     common: dict[str, Any] = {"data": data, "steps": 5, "schedule": "constant"}

@@ -113,7 +113,7 @@ def test_a_length_beyond_the_context_is_refused(llama: Path, tmp_path: Path) -> 
 def test_rows_that_are_cut_are_counted(llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = write_rows(tmp_path / "rows.jsonl", [{"text": "x" * 40}, {"text": "y" * 30}, {"text": "z"}])
     train(llama, data=data, output=tmp_path / "out", steps=1, max_length=20)
-    assert "out: 2 rows have more than 20 tokens and were cut" in caplog.messages
+    assert "out: rows of more than 20 tokens, which were cut: 2" in caplog.messages
 
 
 def test_an_output_folder_with_something_in_it_is_refused(llama: Path, tmp_path: Path) -> None:

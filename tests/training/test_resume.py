@@ -65,8 +65,11 @@ def test_a_checkpoint_of_other_settings_is_refused_with_the_differences(llama: P
     common = settings(tmp_path)
     job = make_job({**common, "output": tmp_path / "out"})
     train_together(EngineConfig(model=llama), [job], is_stopped=stop_after(1))
-    with pytest.raises(ConfigurationError, match=r"lr: 0\.01 then, 0\.02 now"):
-        train(llama, output=tmp_path / "out", resume=True, **{**common, "lr": 2e-2})
+    with pytest.raises(ConfigurationError) as caught:
+        train(llama, output=tmp_path / "out", resume=True, **{**common, "lr": 2e-2, "alpha": 8})
+    assert caught.value.got == (
+        "adapter_config.lora_alpha: '32' then, '8' now; alpha: None then, 8 now; lr: 0.01 then, 0.02 now"
+    )
     write_rows(tmp_path / "rows.jsonl", completion_rows()[::-1])
     with pytest.raises(ConfigurationError, match="data: "):
         train(llama, output=tmp_path / "out", resume=True, **common)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,15 @@ class Checkpoint:
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     """Raises: TrainingFailed: it cannot be written; the one before it is intact."""
+    # Not straight to the file: of a full disk torch says only that a position is unexpected.
+    content = io.BytesIO()
+    torch.save(dict(vars(checkpoint)), content)
     try:
-        write_atomically(folder / CHECKPOINT_NAME, lambda path: torch.save(dict(vars(checkpoint)), path))
-    except (OSError, RuntimeError) as cause:  # torch reports a full disk as a RuntimeError
-        raise TrainingFailed("the checkpoint cannot be written", got=str(cause)[:200]) from cause
+        write_atomically(folder / CHECKPOINT_NAME, lambda path: path.write_bytes(content.getbuffer()))
+    except OSError as cause:
+        raise TrainingFailed(
+            "the checkpoint cannot be written", got=str(cause)[:200], do="resume from the one before, which is intact"
+        ) from cause
 
 
 def load_checkpoint(folder: Path, settings: Mapping[str, Any]) -> Checkpoint:

@@ -237,5 +237,5 @@ def _settings(job: TrainingJob, start: Start, base: BaseWeights, examples: tuple
         data.update(json.dumps([document.token_ids, document.targets]).encode())
     free = ("name", "output", "data", "eval_data", "save_every", "init_adapter")
     settings = {name: value for name, value in dataclasses.asdict(job).items() if name not in free}
-    adapter = json.dumps({key: start.raw[key] for key in sorted(start.raw)})
-    return {**settings, "data": data.hexdigest(), "adapter": adapter, "dtype": str(base.dtype)}
+    adapter = {f"adapter_config.{key}": json.dumps(value) for key, value in start.raw.items()}
+    return {**settings, **adapter, "data": data.hexdigest(), "dtype": str(base.dtype)}

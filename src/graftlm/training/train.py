@@ -186,7 +186,7 @@ def prepare_job(job: TrainingJob, base: Base, model: str) -> PreparedJob:
     data = load(job.data)
     if data.num_long:
         what = "cut" if job.long_documents == "truncate" else "split"
-        logger.warning("%s: %d rows have more than %d tokens and were %s", job.label, data.num_long, max_length, what)
+        logger.warning("%s: rows of more than %d tokens, which were %s: %d", job.label, max_length, what, data.num_long)
     examples, held_out = _hold_out(data.examples, job)
     if job.eval_data is not None:
         held_out = load(job.eval_data).examples

@@ -239,7 +239,7 @@ class FineTuningService:
             settings["eval_data"] = self.files.path(job.validation_file)
         prepared = prepare_job(make_job(settings), self._base, self._llm.model_name)
         if (num_long := prepared.data.num_long) and not resume:
-            self.jobs.tell(job.id, f"{num_long} rows are longer than max_length and were cut", level="warn")
+            self.jobs.tell(job.id, f"Rows longer than max_length, which were cut: {num_long}", level="warn")
         return start_run(prepared, self._base, resume=resume)
 
     def _on_update(self, job_id: str, run: JobRun) -> None:

@@ -59,8 +59,10 @@ class EngineConfig:
         worker_layers: how many layers each worker gets; default: shares that weigh the same, both ends counted.
         worker_cpus: cores each worker or replica computes with, and reserves on a cluster; default: an equal share of
             this machine's.
-        worker_timeout_seconds: a worker that answers no step, or a replica that says nothing, for so long is taken for
-            dead and replaced.
+        steps_in_flight: steps that are under way at once, each of a part of the requests, so that workers need not wait
+            for each other; default: as many as there are stretches of layers.
+        worker_timeout_seconds: a worker that gives no sign of life, however long its step takes, or a replica that says
+            nothing, for so long is taken for dead and replaced.
         ray_address: a Ray cluster that runs already, such as "auto"; default: one is started on this machine for the
             engine alone.
         allow_pickle: read `.bin` adapters (with torch's restricted unpickler); safetensors files always win.
@@ -95,6 +97,7 @@ class EngineConfig:
     tensor_parallel: int = 1
     worker_layers: Sequence[int] = ()
     worker_cpus: int | None = None
+    steps_in_flight: int | None = None
     worker_timeout_seconds: float = 60.0
     ray_address: str | None = None
     allow_pickle: bool = False
@@ -170,7 +173,15 @@ class EngineConfig:
             "max_num_batched_tokens",
             "tensor_parallel",
         )
-        optional = ("max_model_len", "kv_cache_bytes", "prefill_chunk_tokens", "replicas", "workers", "worker_cpus")
+        optional = (
+            "max_model_len",
+            "kv_cache_bytes",
+            "prefill_chunk_tokens",
+            "replicas",
+            "workers",
+            "worker_cpus",
+            "steps_in_flight",
+        )
         for name in (*positive, *optional):
             value = getattr(self, name)
             if value is None and name in optional:
@@ -185,8 +196,8 @@ class EngineConfig:
                 "replicas that are divided among workers are not supported", do="set replicas, or workers, or neither"
             )
         if not self.has_workers:
-            about = ("worker_layers",) if self.replicas else ("worker_layers", "worker_cpus", "ray_address")
-            for name in about:
+            about = ["worker_layers", "steps_in_flight"]
+            for name in about if self.replicas else (*about, "worker_cpus", "ray_address"):
                 if getattr(self, name):
                     raise ConfigurationError(f"{name} is about workers, and there are none", do="set workers as well")
         elif self.worker_layers and (

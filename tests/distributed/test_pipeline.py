@@ -120,8 +120,9 @@ def test_a_quantised_base_is_quantised_on_every_worker(base: Path, adapters: dic
 def test_a_fault_costs_no_token_and_leaks_nothing(
     base: Path, adapters: dict[str, Path], local: LLM, kind: FaultKind, stage: int
 ) -> None:
-    # During the first prompt, among prompts and decodes, and twice in a row near the end.
-    steps = [1, 6, 12, 13]
+    # During the first prompt, among prompts and decodes, and near the end as soon as all is computed anew; two steps
+    # are in flight each time.
+    steps = [1, 6, 12, 14]
     names = ["plain", "dora", "late"]
     faults = [Fault(kind=kind, stage=stage, at=step) for step in steps]
     pipeline = open_pipeline(base, {name: adapters[name] for name in names}, faults)
@@ -217,7 +218,7 @@ def test_what_each_stage_has_done_is_counted_and_so_are_losses(base: Path, adapt
     assert first is not None
     assert second is not None
     assert first.num_steps > second.num_steps > 8
-    assert min(first.compute_seconds, second.compute_seconds, first.hop_seconds, first.hop_bytes) > 0
+    assert min(first.compute_seconds, second.compute_seconds, first.idle_seconds, first.hop_bytes) > 0
     assert 0 < first.adapter_bytes < second.adapter_bytes
     assert pipeline.llm.num_lost_workers == 1
 

@@ -145,7 +145,7 @@ def assert_workers_are_seen(url: str, http: httpx.Client) -> None:
     families = {family.name: family for family in text_string_to_metric_families(http.get(f"{url}/metrics").text)}
     up = [sample.labels for sample in families["graft_worker_up"].samples]
     assert [(labels["layers"], labels["rank"]) for labels in up] == [("0-3", "0"), ("0-3", "1")]
-    for name in ("steps", "compute_seconds", "hop_seconds", "hop_bytes", "adapter_bytes"):
+    for name in ("steps", "compute_seconds", "idle_seconds", "hop_bytes", "adapter_bytes"):
         [sample] = families[f"graft_worker_{name}"].samples
         assert sample.labels == {"worker": up[0]["worker"]}
         assert sample.value >= (4 if name == "steps" else 1e-9), name

@@ -35,29 +35,29 @@ def step(epoch: int, number: int, start: int = 0) -> StageStep:
         block_tables=((BlockId(0),),),
         num_logits=0,
     )
-    return StageStep(key=StepKey(epoch=epoch, number=number), sequences=(sequence,), hidden=None)
+    return StageStep(key=StepKey(epoch=epoch, number=number), sequences=(sequence,), is_first=True)
 
 
 def test_steps_follow_each_other(stage: Stage) -> None:
-    first, second = stage.step(step(3, 1)), stage.step(step(3, 2, start=3))
+    first, second = stage.step(step(3, 1), None), stage.step(step(3, 2, start=3), None)
     assert (first.key.number, second.key.number) == (1, 2)
     assert first.output.shape == second.output.shape == (3, 64)
 
 
 def test_the_last_step_again_gets_the_same_answer(stage: Stage) -> None:
-    assert stage.step(step(3, 1)) is stage.step(step(3, 1))
+    assert stage.step(step(3, 1), None) is stage.step(step(3, 1), None)
 
 
 @pytest.mark.parametrize(("epoch", "number"), [(2, 1), (4, 1), (3, 2), (3, 0)])
 def test_any_other_step_is_refused(stage: Stage, epoch: int, number: int) -> None:
     with pytest.raises(StepRefused):
-        stage.step(step(epoch, number))
+        stage.step(step(epoch, number), None)
 
 
 def test_an_epoch_that_is_over_is_over(stage: Stage) -> None:
-    stage.step(step(3, 1))
+    stage.step(step(3, 1), None)
     stage.begin(4)
     for number in (1, 2):
         with pytest.raises(StepRefused):
-            stage.step(step(3, number))
-    assert stage.step(step(4, 1)).key == StepKey(epoch=4, number=1)
+            stage.step(step(3, number), None)
+    assert stage.step(step(4, 1), None).key == StepKey(epoch=4, number=1)

@@ -116,18 +116,17 @@ def watched(llm: LLM | AsyncLLM) -> Iterator[list[ScheduledSequence]]:
     """Every sequence the engine executes meanwhile."""
     executor: Any = core(llm)._executor
     seen: list[ScheduledSequence] = []
-    execute = executor.execute
+    submit = executor.submit
 
-    def watching(sequences: Sequence[ScheduledSequence]) -> Tensor:
+    def watching(sequences: Sequence[ScheduledSequence]) -> Any:
         seen.extend(sequences)
-        result: Tensor = execute(sequences)
-        return result
+        return submit(sequences)
 
-    executor.execute = watching
+    executor.submit = watching
     try:
         yield seen
     finally:
-        executor.execute = execute
+        executor.submit = submit
 
 
 def num_preemptions(seen: Sequence[ScheduledSequence]) -> int:

@@ -22,7 +22,7 @@ from graftlm.config import DType
 from graftlm.distributed.in_process import InProcessPool
 from graftlm.distributed.start import serve_on_workers
 from graftlm.engine.engine import Engine
-from graftlm.engine.executor import Executor, WorkerInfo
+from graftlm.engine.executor import Executor, StepInFlight, WorkerInfo
 from graftlm.engine.scheduler import ScheduledSequence
 from graftlm.engine.served_model import ServedModel, serve_here
 from graftlm.kernels.cpu.library import LEVEL_VARIABLE, best_library
@@ -166,8 +166,14 @@ class RecordingExecutor:
     def workers(self) -> tuple[WorkerInfo, ...]:
         return self._executor.workers
 
-    def execute(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
-        logits = self._executor.execute(sequences)
+    @property
+    def depth(self) -> int:
+        return self._executor.depth
+
+    def submit(self, sequences: Sequence[ScheduledSequence]) -> RecordedStep:
+        return RecordedStep(self, sequences, self._executor.submit(sequences))
+
+    def record(self, sequences: Sequence[ScheduledSequence], logits: Tensor) -> None:
         wanted = iter(logits.clone())
         for sequence in sequences:
             rows = self.rows.setdefault(sequence.request_id, {})
@@ -176,13 +182,24 @@ class RecordingExecutor:
                 # A preempted request comes by again.
                 self.num_repeated += position in rows
                 assert is_same(rows.setdefault(position, row), row)
-        return logits
 
     def recover(self) -> None:
         self._executor.recover()
 
     def close(self) -> None:
         self._executor.close()
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    executor: RecordingExecutor
+    sequences: Sequence[ScheduledSequence]
+    step: StepInFlight
+
+    def logits(self) -> Tensor:
+        logits = self.step.logits()
+        self.executor.record(self.sequences, logits)
+        return logits
 
 
 def is_same(left: Tensor, right: Tensor) -> bool:

@@ -35,7 +35,7 @@ def status(*, url: UrlOption = LOCAL, api_key: ApiKeyOption = None, as_json: Jso
     from rich.filesize import decimal
     from rich.table import Table
 
-    names = ("worker", "node", "process", "state", "layers", "rank", "adapters", "steps", "ms a step", "ms a hop")
+    names = ("worker", "node", "process", "state", "layers", "rank", "adapters", "steps", "ms a step", "ms idle")
     table = Table(*names, "sent", "running", "waiting", "cache", box=None, pad_edge=False)
     for worker in engine["workers"]:
         table.add_row(*_place(worker), *_work(worker["work"], decimal), *_load(worker["load"]))
@@ -65,8 +65,8 @@ def _work(work: Mapping[str, Any] | None, size: Any) -> tuple[str, ...]:
     if work is None:
         return ("",) * 4
     steps = work["num_steps"]
-    compute, hop = (f"{1000 * work[key] / steps:.1f}" if steps else "" for key in ("compute_seconds", "hop_seconds"))
-    return str(steps), compute, hop, size(work["hop_bytes"])
+    compute, idle = (f"{1000 * work[key] / steps:.1f}" if steps else "" for key in ("compute_seconds", "idle_seconds"))
+    return str(steps), compute, idle, size(work["hop_bytes"])
 
 
 def _load(load: Mapping[str, Any] | None) -> tuple[str, ...]:

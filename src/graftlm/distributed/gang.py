@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from graftlm.distributed.messages import AdapterRecipe, RankPlace, StageDescription, StagePlan, StageReply, StageStep
 from graftlm.distributed.worker import Call, Worker, WorkerLost, WorkerPool
@@ -25,7 +25,7 @@ class Gang:
         self.id = workers[0].id
         self._workers = tuple(workers)
         self._rendezvous = rendezvous
-        # Workers in this process compute in the threads that wait for their answers.
+        # What goes wrong with any of them first is what counts.
         self._threads = ThreadPoolExecutor(max_workers=len(workers), thread_name_prefix="graft-rank")
 
     def load(self, plan: StagePlan) -> _GangCall[StageDescription]:
@@ -33,36 +33,34 @@ class Gang:
         plans = [
             replace(plan, place=RankPlace(rank=rank, size=size, rendezvous=self._rendezvous)) for rank in range(size)
         ]
-        loading = [self._threads.submit(worker.load, own) for worker, own in zip(self._workers, plans, strict=True)]
-        calls = [future.result() for future in loading]
+        calls = [worker.load(own) for worker, own in zip(self._workers, plans, strict=True)]
         return _GangCall(self, calls, lambda places: replace(places[0], others=tuple(places[1:])))
 
     def begin(self, epoch: int) -> _GangCall[None]:
         return _GangCall(self, [worker.begin(epoch) for worker in self._workers], _first)
 
     def ensure_adapter(self, recipe: AdapterRecipe) -> Call[bool]:
-        asked = _GangCall(self, [worker.ensure_adapter(recipe) for worker in self._workers], any)
-        return _AdapterCall(self, recipe.digest, asked)
+        return _AdapterCall(self, recipe.digest, [worker.ensure_adapter(recipe) for worker in self._workers])
 
     def forget_adapters(self, digests: Sequence[str]) -> _GangCall[None]:
         return _GangCall(self, [worker.forget_adapters(digests) for worker in self._workers], _first)
 
-    def step(self, step: StageStep) -> _GangCall[StageReply]:
-        return _GangCall(self, [worker.step(step) for worker in self._workers], _first)
+    def step(self, step: StageStep, before: Any) -> _GangCall[StageReply]:
+        return _GangCall(self, [worker.step(step, before) for worker in self._workers], _first)
 
     def kill(self) -> None:
         for worker in self._workers:
             worker.kill()
         self._threads.shutdown(wait=False)
 
-    def wait(self, calls: Sequence[Call[Answer]], timeout_seconds: float) -> list[Answer]:
+    def wait(self, calls: Sequence[Call[Answer]], patience_seconds: float) -> list[Answer]:
         """All answers, in the order of ranks.
 
         Raises:
             WorkerLost: of the rank that failed first; the others are ended.
             GraftError: what the first rank raised.
         """
-        waiting: list[Future[Answer]] = [self._threads.submit(call.result, timeout_seconds) for call in calls]
+        waiting: list[Future[Answer]] = [self._threads.submit(call.result, patience_seconds) for call in calls]
         lost: WorkerLost | None = None
         for done in as_completed(waiting):
             error = done.exception()
@@ -110,24 +108,34 @@ class _GangCall(Generic[Answer]):
         self._gang = gang
         self._calls = calls
         self._combine = combine
+        self._answers: list[Answer] | None = None
 
-    def result(self, timeout_seconds: float) -> Answer:
-        return self._combine(self._gang.wait(self._calls, timeout_seconds))
+    @property
+    def promise(self) -> Any:
+        return self._calls[0].promise
+
+    def wait(self, patience_seconds: float) -> None:
+        if self._answers is None:
+            self._answers = self._gang.wait(self._calls, patience_seconds)
+
+    def result(self, patience_seconds: float) -> Answer:
+        self.wait(patience_seconds)
+        assert self._answers is not None
+        return self._combine(self._answers)
 
 
-class _AdapterCall:
+class _AdapterCall(_GangCall[bool]):
     """Where one rank refuses an adapter none keeps it."""
 
-    def __init__(self, gang: Gang, digest: str, asked: _GangCall[bool]) -> None:
-        self._gang = gang
+    def __init__(self, gang: Gang, digest: str, calls: Sequence[Call[bool]]) -> None:
+        super().__init__(gang, calls, any)
         self._digest = digest
-        self._asked = asked
 
-    def result(self, timeout_seconds: float) -> bool:
+    def wait(self, patience_seconds: float) -> None:
         try:
-            return self._asked.result(timeout_seconds)
+            super().wait(patience_seconds)
         except AdapterError:
-            self._gang.forget_adapters([self._digest]).result(timeout_seconds)
+            self._gang.forget_adapters([self._digest])
             raise
 
 

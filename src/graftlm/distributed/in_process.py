@@ -1,25 +1,28 @@
-"""Workers that are objects in this process and go wrong on request: to test recovery without processes or clocks."""
+"""Workers that are threads of this process and go wrong on request: to test recovery without processes or clocks."""
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar
 
 from graftlm.distributed.messages import AdapterRecipe, RankPlace, StageDescription, StagePlan, StageReply, StageStep
 from graftlm.distributed.stage import Stage
 from graftlm.distributed.thread_collective import ThreadCollective, ThreadGroup
 from graftlm.distributed.worker import WorkerLost
 from graftlm.engine.executor import WorkerInfo
+from graftlm.errors import GraftError
 from graftlm.layers.collective import CollectiveFailed
 from graftlm.models.layer_span import LayerSpan
 
 Answer = TypeVar("Answer")
-# die: the worker is gone, its step not computed. freeze: it does not answer, and once it was given up it goes on with
-# what it had been asked. drop: the step is computed and the answer lost. delay: the answer comes after the worker was
-# given up. duplicate: step and answer arrive twice.
+# die: the worker is gone, its step not computed. freeze: it does nothing more, and once it was given up it goes on with
+# all it had been asked. drop: the step is computed and the answer lost. delay: the step is computed, with all that
+# follow, after the worker was given up. duplicate: the step arrives twice.
 FaultKind = Literal["die", "freeze", "drop", "delay", "duplicate"]
 
 
@@ -40,7 +43,6 @@ class InProcessPool:
         self.num_taken = 0
         self.pending_faults = list(faults)
         self._num_steps: dict[int, int] = {}
-        self._strays: dict[tuple[int, int], deque[StageReply]] = {}
         self._groups: dict[str, ThreadGroup] = {}
 
     def take(self) -> InProcessWorker:
@@ -74,14 +76,9 @@ class InProcessPool:
                 return fault.kind
         return None
 
-    def strays(self, plan: StagePlan) -> deque[StageReply]:
-        """Answers that will arrive at whoever waits for the next one of this stage, and this rank of it."""
-        rank = 0 if plan.place is None else plan.place.rank
-        return self._strays.setdefault((plan.span.start, rank), deque())
-
 
 class InProcessWorker:
-    """`Worker` that computes when it is asked for the answer."""
+    """`Worker` that serves its calls in a thread of its own."""
 
     def __init__(self, worker_id: str, pool: InProcessPool) -> None:
         self.id = worker_id
@@ -89,59 +86,77 @@ class InProcessWorker:
         self._stage: Stage | None = None
         self._plan: StagePlan | None = None
         self._collective: ThreadCollective | None = None
-        self._is_lost = False
-        self._when_killed: list[Callable[[], None]] = []
+        # What made it lost, if it is.
+        self._fault: FaultKind | None = None
+        self._left_undone: list[Callable[[], object]] = []
+        self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(max_workers=1, thread_name_prefix=worker_id)
 
-    def load(self, plan: StagePlan) -> _Call[StageDescription]:
+    def load(self, plan: StagePlan) -> InProcessCall[StageDescription]:
         self._plan = plan
         self._collective = None if plan.place is None else self._pool.join(plan.place)
-        self._stage = Stage(plan, self._collective)
-        return self._call(self._stage.describe)
+        return self._ask(partial(self._load, plan))
 
-    def begin(self, epoch: int) -> _Call[None]:
-        return self._call(lambda: self._loaded.begin(epoch))
+    def begin(self, epoch: int) -> InProcessCall[None]:
+        return self._ask(lambda: self._loaded.begin(epoch))
 
-    def ensure_adapter(self, recipe: AdapterRecipe) -> _Call[bool]:
-        return self._call(lambda: self._loaded.ensure_adapter(recipe))
+    def ensure_adapter(self, recipe: AdapterRecipe) -> InProcessCall[bool]:
+        return self._ask(lambda: self._loaded.ensure_adapter(recipe))
 
-    def forget_adapters(self, digests: Sequence[str]) -> _Call[None]:
-        return self._call(lambda: self._loaded.forget_adapters(digests))
+    def forget_adapters(self, digests: Sequence[str]) -> InProcessCall[None]:
+        return self._ask(lambda: self._loaded.forget_adapters(digests))
 
-    def step(self, step: StageStep) -> _Call[StageReply]:
+    def step(self, step: StageStep, before: Any) -> InProcessCall[StageReply]:
         assert self._plan is not None
-        stage, strays = self._loaded, self._pool.strays(self._plan)
-        kind = self._pool.next_fault(self._plan.span)
-
-        def strayed() -> None:
-            # Nobody computes with a rank of a group that was given up.
-            with contextlib.suppress(CollectiveFailed):
-                strays.append(stage.step(step))
-
-        def compute() -> StageReply:
-            if kind == "freeze":
-                self._when_killed.append(strayed)
-            if kind in ("delay", "duplicate"):
-                strayed()
-            if kind == "drop":
-                stage.step(step)
-            if kind not in (None, "duplicate"):
-                self._is_lost = True
-                raise WorkerLost(f"{self.id}: {kind}")
-            return stage.step(step)
-
-        return self._call(compute, strays)
+        return self._ask(partial(self._step, step, before, self._pool.next_fault(self._plan.span)))
 
     def kill(self) -> None:
-        self._is_lost = True
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
         if self._collective is not None:
             self._collective.close()
-        while self._when_killed:
-            self._when_killed.pop()()
-        self._stage = None
+        thread.submit(self._end)
+        thread.shutdown(wait=False)
 
-    @property
-    def is_lost(self) -> bool:
-        return self._is_lost
+    def _ask(self, serve: Callable[[], Answer]) -> InProcessCall[Answer]:
+        if self._thread is None:
+            raise WorkerLost(f"{self.id} is gone")
+        return InProcessCall(self.id, self._thread.submit(self._serve, serve))
+
+    def _serve(self, serve: Callable[[], Answer]) -> Answer:
+        if self._fault == "freeze":
+            self._left_undone.append(serve)
+        elif self._fault == "delay":
+            serve()
+        if self._fault is not None:
+            raise WorkerLost(f"{self.id}: {self._fault}")
+        return serve()
+
+    def _load(self, plan: StagePlan) -> StageDescription:
+        self._stage = Stage(plan, self._collective)
+        return self._stage.describe()
+
+    def _step(self, step: StageStep, before: Future[StageReply] | None, fault: FaultKind | None) -> StageReply:
+        if fault is None or fault == "duplicate":
+            reply = self._compute(step, before)
+            return reply if fault is None else self._compute(step, before)
+        self._fault = fault
+        if fault == "freeze":
+            self._left_undone.append(partial(self._compute, step, before))
+        elif fault != "die":
+            self._compute(step, before)
+        raise WorkerLost(f"{self.id}: {fault}")
+
+    def _compute(self, step: StageStep, before: Future[StageReply] | None) -> StageReply:
+        return self._loaded.step(step, None if before is None else before.result())
+
+    def _end(self) -> None:
+        for serve in self._left_undone:
+            # Nobody computes with a rank of a group that was given up, nor for a stage that others have.
+            with contextlib.suppress(CollectiveFailed, WorkerLost, GraftError):
+                serve()
+        self._left_undone.clear()
+        self._stage = None
 
     @property
     def _loaded(self) -> Stage:
@@ -149,20 +164,23 @@ class InProcessWorker:
             raise WorkerLost(f"{self.id} has no stage")
         return self._stage
 
-    def _call(self, answer: Callable[[], Answer], strays: deque[Answer] | None = None) -> _Call[Answer]:
-        return _Call(self, answer, deque() if strays is None else strays)
 
+class InProcessCall(Generic[Answer]):
+    """`Call` of a thread."""
 
-class _Call(Generic[Answer]):
-    def __init__(self, worker: InProcessWorker, answer: Callable[[], Answer], strays: deque[Answer]) -> None:
-        self._worker = worker
-        self._answer = answer
-        self._strays = strays
+    def __init__(self, worker_id: str, future: Future[Answer]) -> None:
+        self._worker_id = worker_id
+        self._future = future
 
-    def result(self, timeout_seconds: float) -> Answer:
-        if self._worker.is_lost:
-            raise WorkerLost(f"{self._worker.id} is gone")
+    @property
+    def promise(self) -> Future[Answer]:
+        return self._future
+
+    def wait(self, patience_seconds: float) -> None:
+        wait_for([self._future])
+
+    def result(self, patience_seconds: float) -> Answer:
         try:
-            return self._strays.popleft() if self._strays else self._answer()
+            return self._future.result()
         except CollectiveFailed as failed:
-            raise WorkerLost(f"{self._worker.id}: {failed}") from failed
+            raise WorkerLost(f"{self._worker_id}: {failed}") from failed

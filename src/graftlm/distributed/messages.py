@@ -101,22 +101,32 @@ class StepKey:
 
 @dataclass(frozen=True, kw_only=True)
 class StageStep:
-    """One step for one stage. hidden: what the stage before gave; None for the first."""
+    """One step for one stage. is_first: of the stages; the others need what the one before gives."""
 
     key: StepKey
     sequences: tuple[ScheduledSequence, ...]
-    hidden: PackedTensor | None
+    is_first: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageReport:
+    """compute_seconds: what a step took. waited_seconds: from the end of the one before until it began.
+    hop_bytes: of what it was given and of what it gave. adapter_bytes: that the stage holds."""
+
+    compute_seconds: float
+    waited_seconds: float
+    hop_bytes: int
+    adapter_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageReply:
     """output: [T, E], or of the last stage the logits, [N, V]; of ranks after the first nothing.
-    compute_seconds: what the step took. adapter_bytes: that the stage holds."""
+    reports: of all stages up to this one."""
 
     key: StepKey
     output: PackedTensor
-    compute_seconds: float
-    adapter_bytes: int
+    reports: tuple[StageReport, ...]
 
 
 def _part(adapter: Adapter, weight: float | None) -> AdapterPart:

@@ -1,4 +1,7 @@
-"""An executor that sends each step through the stages, one after the other, and replaces stages that are lost.
+"""An executor that sends steps through the stages, several at a time, and replaces stages that are lost.
+
+Every stage is told of a step at once, and begins it when the stage before has answered: what that gave goes from worker
+to worker. Each stage serves its calls in the order in which they were made, so steps stay in order everywhere.
 
 What a lost worker knew is not kept elsewhere: the engine has every request's tokens and computes them anew (the token
 journal). Keys and values never travel.
@@ -9,8 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
@@ -18,10 +22,10 @@ from torch import Tensor
 from graftlm.adapters import Adapter, LoadedAdapter
 from graftlm.distributed.messages import (
     AdapterRecipe,
-    PackedTensor,
     StageDescription,
     StagePlan,
     StageReply,
+    StageReport,
     StageStep,
     StepKey,
 )
@@ -53,24 +57,44 @@ class _Member:
     adapters: dict[str, str | None] = field(default_factory=dict)
     work: WorkerWork = field(default_factory=WorkerWork)
 
-    def note(self, step: StageStep, reply: StageReply, seconds: float) -> None:
-        """Count a step whose answer took so long."""
-        sent = 0 if step.hidden is None else step.hidden.content.nbytes
+    def note(self, report: StageReport, idle_seconds: float) -> None:
+        """Count a step."""
         before = self.work
         self.work = WorkerWork(
             num_steps=before.num_steps + 1,
-            compute_seconds=before.compute_seconds + reply.compute_seconds,
-            hop_seconds=before.hop_seconds + max(0.0, seconds - reply.compute_seconds),
-            hop_bytes=before.hop_bytes + sent + reply.output.content.nbytes,
-            adapter_bytes=reply.adapter_bytes,
+            compute_seconds=before.compute_seconds + report.compute_seconds,
+            idle_seconds=before.idle_seconds + idle_seconds,
+            hop_bytes=before.hop_bytes + report.hop_bytes,
+            adapter_bytes=report.adapter_bytes,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentStep:
+    """calls: of the stages, in order. begun: when it was sent, in seconds of `time.monotonic`."""
+
+    key: StepKey
+    calls: tuple[Call[StageReply], ...]
+    begun: float
+
+
+class PipelineStep:
+    """`StepInFlight` of a pipeline."""
+
+    def __init__(self, pipeline: PipelineExecutor, sent: SentStep) -> None:
+        self._pipeline = pipeline
+        self._sent = sent
+
+    def logits(self) -> Tensor:
+        return self._pipeline.finish(self._sent)
 
 
 class PipelineExecutor:
     """`Executor` over workers. They read adapters' weights themselves, and have none that the engine has let go.
 
     Args:
-        plans: of the stages, in order. residency: where the adapters are. timeout_seconds: for the answer to a step.
+        plans: of the stages, in order. residency: where the adapters are. depth: steps in flight at once.
+        patience_seconds: how long a worker may give no sign of life.
 
     Raises:
         CheckpointError, ConfigurationError: a stage cannot be loaded.
@@ -83,11 +107,13 @@ class PipelineExecutor:
         plans: Sequence[StagePlan],
         *,
         residency: Residency[LoadedAdapter],
-        timeout_seconds: float,
+        depth: int,
+        patience_seconds: float,
     ) -> None:
         self._pool = pool
         self._plans = tuple(plans)
-        self._timeout_seconds = timeout_seconds
+        self.depth = depth
+        self._patience_seconds = patience_seconds
         self._members: dict[int, _Member] = {}
         self._key = StepKey(epoch=0, number=0)
         self._is_ready = False
@@ -110,7 +136,7 @@ class PipelineExecutor:
         running = [info for index, member in members for info in self._describe(index, member, needed)]
         return (*running, *self._pool.spares)
 
-    def execute(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
+    def submit(self, sequences: Sequence[ScheduledSequence]) -> PipelineStep:
         if not self._is_ready:
             raise CacheLost("workers are missing")
         try:
@@ -118,12 +144,25 @@ class PipelineExecutor:
             for digest in dict.fromkeys(sequence.adapter_digest for sequence in sequences):
                 if digest is not None:
                     self._ensure_adapter(self._residency.weights(digest).adapter)
-            output = self._send_through(tuple(sequences))
         except WorkerLost as lost:
-            self._is_ready = False
             raise CacheLost(str(lost)) from lost
+        return PipelineStep(self, self._send(tuple(sequences)))
+
+    def finish(self, sent: SentStep) -> Tensor:
+        """The logits of a step, earlier ones having been asked for. As `StepInFlight.logits`."""
+        if not self._is_ready or sent.key.epoch != self._key.epoch:
+            raise CacheLost("workers were lost meanwhile")
+        try:
+            reply = self._answer_of_all(sent)
+        except WorkerLost as lost:
+            raise CacheLost(str(lost)) from lost
+        except Exception:
+            # No stage goes on from a step that another did not compute.
+            self._is_ready = False
+            raise
         self._losses = 0
-        return output
+        self._note(reply, time.monotonic() - sent.begun)
+        return reply.output.unpack()
 
     def recover(self) -> None:
         while True:
@@ -197,41 +236,48 @@ class PipelineExecutor:
         for index, call in begun:
             self._answer(index, call)
 
-    def _send_through(self, sequences: tuple[ScheduledSequence, ...]) -> Tensor:
+    def _send(self, sequences: tuple[ScheduledSequence, ...]) -> SentStep:
         self._key = StepKey(epoch=self._key.epoch, number=self._key.number + 1)
-        hidden: PackedTensor | None = None
+        calls: list[Call[StageReply]] = []
         for index in range(len(self._plans)):
-            step = StageStep(key=self._key, sequences=sequences, hidden=hidden)
-            hidden = self._step(index, step).output
-        assert hidden is not None
-        return hidden.unpack()
+            step = StageStep(key=self._key, sequences=sequences, is_first=index == 0)
+            calls.append(self._members[index].worker.step(step, calls[-1].promise if calls else None))
+        return SentStep(key=self._key, calls=tuple(calls), begun=time.monotonic())
 
-    def _step(self, index: int, step: StageStep) -> StageReply:
-        """The answer to this step; late ones to others are passed over."""
-        began = time.monotonic()
-        deadline = began + self._timeout_seconds
-        member = self._members[index]
-        call = member.worker.step(step)
-        while True:
-            try:
-                reply = self._answer(index, call, deadline - time.monotonic())
-            except StepRefused as refused:
-                self._lose(index)
-                raise WorkerLost(str(refused)) from refused
-            if reply.key == step.key:
-                member.note(step, reply, time.monotonic() - began)
-                return reply
-
-    def _answer(self, index: int, call: Call[_Answer], timeout_seconds: float | None = None) -> _Answer:
-        """A worker's answer; without one it is given up."""
+    def _answer_of_all(self, sent: SentStep) -> StageReply:
+        """What the last stage replied, once none of them is at it any more."""
+        for index, call in enumerate(sent.calls):
+            self._or_lose(index, partial(call.wait, self._patience_seconds))
         try:
-            return call.result(self._timeout_seconds if timeout_seconds is None else timeout_seconds)
-        except WorkerLost as lost:
-            logger.warning("worker %s is lost: %s", self._members[index].worker.id, lost)
-            self._lose(index)
+            return sent.calls[-1].result(self._patience_seconds)
+        except Exception:
+            # Whatever went wrong in one of them came down to the last.
+            for index, call in enumerate(sent.calls):
+                self._answer(index, call)
             raise
 
+    def _note(self, reply: StageReply, seconds: float) -> None:
+        """Count a step that was answered so long after it was sent."""
+        for index, report in enumerate(reply.reports):
+            # What went by before this stage began, at most: it waited for this step no longer than that.
+            before = seconds - sum(later.compute_seconds for later in reply.reports[index:])
+            self._members[index].note(report, max(0.0, min(report.waited_seconds, before)))
+
+    def _answer(self, index: int, call: Call[_Answer], patience_seconds: float | None = None) -> _Answer:
+        """A worker's answer; without one it is given up."""
+        patience = self._patience_seconds if patience_seconds is None else patience_seconds
+        return self._or_lose(index, partial(call.result, patience))
+
+    def _or_lose(self, index: int, ask: Callable[[], _Answer]) -> _Answer:
+        try:
+            return ask()
+        except (WorkerLost, StepRefused) as lost:
+            logger.warning("worker %s is lost: %s", self._members[index].worker.id, lost)
+            self._lose(index)
+            raise WorkerLost(str(lost)) from lost
+
     def _lose(self, index: int) -> None:
+        self._is_ready = False
         with self._lock:
             member = self._members.pop(index)
         self.num_lost_workers += 1 + len(member.description.others)
@@ -258,8 +304,9 @@ class PipelineExecutor:
 
     def _forget_adapters(self) -> None:
         needed = self._residency.resident
-        for index, member in sorted(self._members.items()):
+        for _, member in sorted(self._members.items()):
             if gone := [digest for digest in member.adapters if digest not in needed]:
-                self._answer(index, member.worker.forget_adapters(gone))
+                # After the steps in flight, which may still need them.
+                member.worker.forget_adapters(gone)
                 for digest in gone:
                     del member.adapters[digest]

@@ -1,7 +1,7 @@
 """A Ray cluster that is there, or one started here, and processes on it.
 
 An actor is never restarted by Ray: it would come back empty and say nothing. Ray 2.60 sees an actor that was killed
-within 15 ms and one that is frozen never, so every wait has a deadline.
+within 15 ms and one that is frozen never, so whoever waits for an answer has a deadline, or listens to a heart.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from graftlm.distributed.heartbeat import Pulse
 from graftlm.distributed.messages import StageDescription
 from graftlm.distributed.worker import WorkerLost
 from graftlm.errors import ConfigurationError
@@ -49,44 +50,59 @@ class RayCluster:
 
 
 class RayCall(Generic[Answer]):
-    """`Call` of an actor's method."""
+    """`Call` of an actor's method. pulse: of its process; without one it has to answer in time."""
 
-    def __init__(self, process_id: str, reference: Any) -> None:
+    def __init__(self, process_id: str, reference: Any, pulse: Pulse | None) -> None:
         self._process_id = process_id
         self._reference = reference
+        self._pulse = pulse
 
-    def result(self, timeout_seconds: float) -> Answer:
-        if self._reference is None:
-            raise WorkerLost(f"{self._process_id} answered something else")
-        reference, self._reference = self._reference, None
+    @property
+    def promise(self) -> Any:
+        return self._reference
+
+    @property
+    def is_done(self) -> bool:
+        return self._is_answered(0.0)
+
+    def wait(self, patience_seconds: float) -> None:
+        interval = patience_seconds if self._pulse is None else self._pulse.interval_seconds
+        while not self._is_answered(interval):
+            if self._pulse is None:
+                raise WorkerLost(f"{self._process_id} has not answered for {patience_seconds:g} s")
+            if self._pulse.look() >= patience_seconds:
+                raise WorkerLost(f"{self._process_id} has given no sign of life for {patience_seconds:g} s")
+
+    def result(self, patience_seconds: float) -> Answer:
+        self.wait(patience_seconds)
         try:
-            answer: Answer = ray.get(reference, timeout=max(timeout_seconds, 0.0))
+            answer: Answer = ray.get(self._reference, timeout=patience_seconds)
         except RayTaskError as error:
             if isinstance(error.cause, CollectiveFailed):
                 raise WorkerLost(f"{self._process_id}: {error.cause}") from error
             raise error.cause from error
         except GetTimeoutError as error:
-            raise WorkerLost(f"{self._process_id} has not answered for {timeout_seconds:.0f} s") from error
+            raise WorkerLost(f"the answer of {self._process_id} cannot be had") from error
         except RayError as error:
             raise WorkerLost(f"{self._process_id} is dead ({type(error).__name__})") from error
         return answer
 
-    @property
-    def is_done(self) -> bool:
-        return self._reference is None or bool(ray.wait([self._reference], timeout=0)[0])
+    def _is_answered(self, timeout_seconds: float) -> bool:
+        return bool(ray.wait([self._reference], timeout=timeout_seconds, fetch_local=False)[0])
 
 
 class RayProcess:
     """A process on the cluster.
 
     Args:
-        actor: has a method `describe` that answers as soon as it has started.
+        actor: has a method `describe` that answers as soon as it has started. pulse: its own, if it has one.
     """
 
-    def __init__(self, process_id: str, actor: Any) -> None:
+    def __init__(self, process_id: str, actor: Any, pulse: Pulse | None = None) -> None:
         self.id = process_id
         self._actor = actor
-        self._where: RayCall[StageDescription] = RayCall(process_id, actor.describe.remote())
+        self._pulse = pulse
+        self._where: RayCall[StageDescription] = RayCall(process_id, actor.describe.remote(), pulse)
         self._description: StageDescription | None = None
         # Knows when it began, so that another process with its number is never taken for it.
         self._process: psutil.Process | None = None
@@ -114,7 +130,7 @@ class RayProcess:
             ray.kill(self._actor, no_restart=True)
 
     def _call(self, method: str, *arguments: Any) -> RayCall[Any]:
-        return RayCall(self.id, getattr(self._actor, method).remote(*arguments))
+        return RayCall(self.id, getattr(self._actor, method).remote(*arguments), self._pulse)
 
 
 def describe_here() -> StageDescription:

@@ -15,6 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from graftlm.config import EngineConfig
 from graftlm.distributed.gloo_collective import GlooCollective
+from graftlm.distributed.heartbeat import Heart, Pulse
 from graftlm.distributed.messages import AdapterRecipe, StageDescription, StagePlan, StageReply, StageStep
 from graftlm.distributed.ray_cluster import RayCall, RayCluster, RayProcess, actor_options, describe_here
 from graftlm.distributed.stage import Stage
@@ -22,10 +23,15 @@ from graftlm.engine.executor import WorkerInfo
 
 
 class StageProcess:
-    """What runs in an actor: a process that has imported everything, and holds a stage once it was told which."""
+    """What runs in an actor: a process that has imported everything, and holds a stage once it was told which.
 
-    def __init__(self, num_threads: int) -> None:
+    Args:
+        name: of the worker. hearts: where it shows that it lives, every `beat_seconds`.
+    """
+
+    def __init__(self, name: str, num_threads: int, hearts: str, beat_seconds: float) -> None:
         torch.set_num_threads(num_threads)
+        self._heart = Heart(name, hearts, beat_seconds)
         self._stage: Stage | None = None
 
     def describe(self) -> StageDescription:
@@ -50,8 +56,8 @@ class StageProcess:
 class RayWorker(RayProcess):
     """`Worker` in an actor. node: the Ray node it was asked to be on, if any."""
 
-    def __init__(self, worker_id: str, actor: Any, node: str | None) -> None:
-        super().__init__(worker_id, actor)
+    def __init__(self, worker_id: str, actor: Any, node: str | None, pulse: Pulse) -> None:
+        super().__init__(worker_id, actor, pulse)
         self.node = node
 
     def load(self, plan: StagePlan) -> RayCall[StageDescription]:
@@ -66,8 +72,8 @@ class RayWorker(RayProcess):
     def forget_adapters(self, digests: Sequence[str]) -> RayCall[None]:
         return self._ask("forget_adapters", tuple(digests))
 
-    def step(self, step: StageStep) -> RayCall[StageReply]:
-        return self._ask("step", step)
+    def step(self, step: StageStep, before: Any) -> RayCall[StageReply]:
+        return self._ask("step", step, before)
 
     def _ask(self, method: str, *arguments: Any) -> RayCall[Any]:
         return self._call("ask", method, *arguments)
@@ -86,20 +92,18 @@ class RayPool:
         self._num_threads = config.worker_cpus or max(1, torch.get_num_threads() // num_workers)
         self._cluster = RayCluster(config.ray_address, num_processes=num_workers, cpus_each=self._num_threads)
         self._spares: list[RayWorker] = []
+        # Often enough that a beat that comes late is not taken for one that does not come.
+        self._beat_seconds = min(1.0, config.worker_timeout_seconds / 8)
+        self._hearts, self._hearts_place = _listen()
         self._stores: list[TCPStore] = []
         self._num_spawned = 0
         self._is_closed = False
         self._lock = threading.Lock()
 
     def rendezvous(self, size: int) -> str:
-        """A store in this process, at the address by which the cluster knows this machine and no other."""
-        listening = socket.create_server((ray.util.get_node_ip_address(), 0))
-        host, port = listening.getsockname()[:2]
-        # The store closes it.
-        self._stores.append(
-            TCPStore(host, port, size, True, wait_for_workers=False, master_listen_fd=listening.detach())
-        )
-        return f"{host}:{port}"
+        store, place = _listen(size)
+        self._stores.append(store)
+        return place
 
     @property
     def spares(self) -> tuple[WorkerInfo, ...]:
@@ -137,5 +141,20 @@ class RayPool:
         if node is not None:
             options = actor_options(0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True))
         self._num_spawned += 1
+        name = f"worker-{self._num_spawned}"
         actor_class = ray.remote(StageProcess).options(**options)
-        return RayWorker(f"worker-{self._num_spawned}", actor_class.remote(self._num_threads), node)
+        actor = actor_class.remote(name, self._num_threads, self._hearts_place, self._beat_seconds)
+        return RayWorker(name, actor, node, Pulse(self._hearts, name, self._beat_seconds))
+
+
+def _listen(size: int | None = None) -> tuple[TCPStore, str]:
+    """A store in this process, at the address by which the cluster knows this machine and no other.
+
+    Args:
+        size: how many will meet there, if that is known.
+    """
+    listening = socket.create_server((ray.util.get_node_ip_address(), 0))
+    host, port = listening.getsockname()[:2]
+    # The store closes it.
+    store = TCPStore(host, port, size, True, wait_for_workers=False, master_listen_fd=listening.detach())
+    return store, f"{host}:{port}"

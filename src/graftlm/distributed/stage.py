@@ -21,6 +21,7 @@ from graftlm.distributed.messages import (
     StageDescription,
     StagePlan,
     StageReply,
+    StageReport,
     StageStep,
     StepKey,
 )
@@ -43,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 
 class StepRefused(GraftError, RuntimeError):
-    """A step is not the one that this stage can compute next: it belongs to an epoch that is over, or others are
-    missing before it."""
+    """A step is not the one that this stage can compute next: it belongs to an epoch that is over, others are missing
+    before it, or what it goes on from is another step's."""
 
 
 class Stage:
@@ -87,6 +88,7 @@ class Stage:
         self._runner = self._new_runner()
         self._last = StepKey(epoch=0, number=0)
         self._reply: StageReply | None = None
+        self._ended = time.perf_counter()
 
     def describe(self) -> StageDescription:
         return StageDescription(node=platform.node(), pid=os.getpid())
@@ -119,8 +121,11 @@ class Stage:
         for digest in digests:
             self._adapters.pop(digest, None)
 
-    def step(self, step: StageStep) -> StageReply:
+    def step(self, step: StageStep, before: StageReply | None) -> StageReply:
         """Compute a step. The last one again is answered again, not computed again.
+
+        Args:
+            before: what the stage before replied to the same step.
 
         Raises:
             StepRefused
@@ -130,18 +135,24 @@ class Stage:
         expected = StepKey(epoch=self._last.epoch, number=self._last.number + 1)
         if step.key != expected:
             raise StepRefused("this step does not follow the last one", got=step.key, allowed=str(expected))
+        if (before is None) != step.is_first or (before is not None and before.key != step.key):
+            raise StepRefused("this is not what the stage before gave", got=None if before is None else before.key)
         began = time.perf_counter()
-        hidden = None if step.hidden is None else step.hidden.unpack()
-        output = self._runner.run(step.sequences, self._adapters, hidden)
+        hidden = None if before is None else before.output
+        output = self._runner.run(step.sequences, self._adapters, None if hidden is None else hidden.unpack())
         if self._collective is not None and self._collective.rank > 0:
             output = output[:0]
-        self._last = step.key
-        self._reply = StageReply(
-            key=step.key,
-            output=PackedTensor.of(output),
-            compute_seconds=time.perf_counter() - began,
+        packed = PackedTensor.of(output)
+        ended = time.perf_counter()
+        report = StageReport(
+            compute_seconds=ended - began,
+            waited_seconds=began - self._ended,
+            hop_bytes=packed.content.nbytes + (0 if hidden is None else hidden.content.nbytes),
             adapter_bytes=sum(weights.num_bytes for weights in self._adapters.values()),
         )
+        self._last, self._ended = step.key, ended
+        reports = () if before is None else before.reports
+        self._reply = StageReply(key=step.key, output=packed, reports=(*reports, report))
         return self._reply
 
     def _new_runner(self) -> SpanRunner:

@@ -111,7 +111,13 @@ def serve_on_workers(
         pool = GangPool(pool, config.tensor_parallel)
     stages = [StagePlan(config=config, span=span, num_blocks=plan.num_blocks) for span in spans]
     return ServedModel(
-        executor=PipelineExecutor(pool, stages, residency=residency, timeout_seconds=config.worker_timeout_seconds),
+        executor=PipelineExecutor(
+            pool,
+            stages,
+            residency=residency,
+            depth=config.steps_in_flight or config.num_stages,
+            patience_seconds=config.worker_timeout_seconds,
+        ),
         has_all_layers=False,
         base=base,
         plan=plan,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from graftlm.distributed.messages import AdapterRecipe, StageDescription, StagePlan, StageReply, StageStep
 from graftlm.engine.executor import WorkerInfo
@@ -12,18 +12,32 @@ Answer_co = TypeVar("Answer_co", covariant=True)
 
 
 class WorkerLost(Exception):
-    """A worker died, or does not answer in time, which is treated alike: it is never spoken to again."""
+    """A worker died, or gives no sign of life, which is treated alike: it is never spoken to again."""
 
 
 class Call(Protocol[Answer_co]):
-    """Something a worker was asked, and does meanwhile."""
+    """Something a worker was asked, and does meanwhile. One whose answer nobody needs may be let go of."""
 
-    def result(self, timeout_seconds: float) -> Answer_co:
-        """The answer. Asked again, the next one: a late answer to another call may have come before.
+    @property
+    def promise(self) -> Any:
+        """Stands for the answer, there or not, where another worker of the same pool is given it."""
+        ...
+
+    def wait(self, patience_seconds: float) -> None:
+        """Until it is answered, or has failed.
 
         Raises:
-            WorkerLost
-            GraftError: what the stage raised.
+            WorkerLost: the worker has given no sign of life for so long.
+            Exception: as `result`, where that is known already.
+        """
+        ...
+
+    def result(self, patience_seconds: float) -> Answer_co:
+        """The answer.
+
+        Raises:
+            WorkerLost: as `wait`, or it died.
+            Exception: what the stage raised.
         """
         ...
 
@@ -44,7 +58,13 @@ class Worker(Protocol):
 
     def forget_adapters(self, digests: Sequence[str]) -> Call[None]: ...
 
-    def step(self, step: StageStep) -> Call[StageReply]: ...
+    def step(self, step: StageStep, before: Any) -> Call[StageReply]:
+        """Compute a step as soon as the stage before has.
+
+        Args:
+            before: the promise of that one's reply; None for the first.
+        """
+        ...
 
     def kill(self) -> None:
         """End the process, however it is. May be called twice."""

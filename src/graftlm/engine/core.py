@@ -1,11 +1,13 @@
-"""The engine's heart: one step schedules, computes, samples and turns tokens into text. Not thread-safe."""
+"""The engine's heart: steps are scheduled, computed, sampled and turned into text. Not thread-safe."""
 
 from __future__ import annotations
 
 import logging
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,9 +16,9 @@ from graftlm.adapters import Adapter, AdapterRegistry, AdapterWeights, LoadedAda
 from graftlm.engine.adapter_loader import AdapterLoader
 from graftlm.engine.answer import describe_logprobs
 from graftlm.engine.cache_blocks import CacheBlocks
-from graftlm.engine.executor import AdapterUnavailable, CacheLost, Executor
+from graftlm.engine.executor import AdapterUnavailable, CacheLost, Executor, StepInFlight
 from graftlm.engine.job import Job, delta
-from graftlm.engine.mask_threads import MaskThreads, late
+from graftlm.engine.mask_threads import Masks, MaskThreads, late
 from graftlm.engine.metrics import EngineMetrics
 from graftlm.engine.outputs import CompletionOutput, RequestFailure, RequestOutput, TokenLogprob
 from graftlm.engine.request import Request
@@ -26,6 +28,17 @@ from graftlm.engine.scheduler import AdapterLoad, ScheduledSequence, Scheduler, 
 from graftlm.errors import AdapterChanged, AdapterFilesNotFound, GraftError, InvalidRequest, StepFailed
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Submitted:
+    """A step in flight. masks: of its requests' next tokens. begun: when it was submitted, in seconds of
+    `time.perf_counter`."""
+
+    plan: SchedulerOutput
+    masks: Masks
+    step: StepInFlight
+    begun: float
 
 
 class EngineCore:
@@ -52,13 +65,15 @@ class EngineCore:
         self._masks = MaskThreads()
         self._num_loading = 0
         self._is_idle = False
+        # The oldest first.
+        self._in_flight: deque[_Submitted] = deque()
         self._jobs: dict[str, Job] = {}
         self._job_of_request: dict[str, Job] = {}
 
     @property
     def has_work(self) -> bool:
-        """Whether there are jobs, or loads that have not been seen to end."""
-        return self._scheduler.has_work or self._num_loading > 0
+        """Whether there are jobs, or steps and loads that have not been seen to end."""
+        return self._scheduler.has_work or bool(self._in_flight) or self._num_loading > 0
 
     @property
     def waits_for_loads(self) -> bool:
@@ -111,55 +126,98 @@ class EngineCore:
         job_ids = list(self._jobs)
         for job_id in job_ids:
             self.abort(job_id)
+        self._in_flight.clear()
         self._end_loads()
         return job_ids
 
     def step(self) -> list[RequestOutput | RequestFailure]:
-        """Compute one step; a delta for each job of which an answer moved, and a failure for each that cannot go on.
+        """Have as many steps in flight as the executor can use, and end the oldest: a delta for each job of which an
+        answer moved, and a failure for each that cannot go on.
 
-        If something breaks while the step is computed, memory that cannot be had included, the jobs in it fail and no
+        If something breaks while a step is computed, memory that cannot be had included, the jobs in it fail and no
         others. What the step may have left half written is nobody's then: a block's content is noted in the prefix
         cache only after the step that filled it. If an adapter cannot be loaded, the jobs that wait for it fail.
         """
         failures = self._end_loads()
-        plan = self._scheduler.schedule()
-        for load in plan.loads:
-            self._start_load(load)
-        self._is_idle = not plan.sequences
-        if not plan.sequences:
-            return [*failures]
-        job_ids = dict.fromkeys(self._job_of_request[sequence.request_id].job_id for sequence in plan.sequences)
-        for job_id in job_ids:
+        self._is_idle = False
+        while len(self._in_flight) < self._executor.depth:
+            plan = self._scheduler.schedule()
+            for load in plan.loads:
+                self._start_load(load)
+            if not plan.sequences:
+                self._is_idle = not self._in_flight
+                break
+            failed = self._submit(plan)
+            if failed is not None:
+                return [*failures, *failed]
+        return [*failures, *self._collect()] if self._in_flight else [*failures]
+
+    def _submit(self, plan: SchedulerOutput) -> list[RequestFailure] | None:
+        """Begin a step. None when it is in flight; else the failures that come of its not being so."""
+        for job_id in self._job_ids(plan):
             self._begin(self._jobs[job_id])
         begun = time.perf_counter()
+        ending = filter(self._gets_token, plan.sequences)
+        masks = self._masks.begin([self._scheduler.get(sequence.request_id) for sequence in ending])
         try:
-            return [*failures, *self._compute(plan)]
+            step = self._begin_step(plan)
+        except AdapterUnavailable as unavailable:
+            self._scheduler.withdraw(plan)
+            return self._give_up(unavailable)
         except Exception as cause:
-            logger.exception("a step failed; the requests in it are given up: %s", ", ".join(job_ids))
-            # The frames hold the step's tensors, and the error outlives it.
-            traceback.clear_frames(cause.__traceback__)
-            error = StepFailed("the engine failed while computing this request", do="send it again")
-            error.__cause__ = cause
-            return [*failures, *self._fail(job_ids, error)]
+            return self._fail_step(plan, cause)
+        if step is None:
+            return []
+        self._in_flight.append(_Submitted(plan=plan, masks=masks, step=step, begun=begun))
+        return None
+
+    def _begin_step(self, plan: SchedulerOutput) -> StepInFlight | None:
+        """None if the cache was lost: the step is to be planned again."""
+        try:
+            return self._executor.submit(plan.sequences)
+        except CacheLost:
+            self._start_over()
+            return None
+
+    def _collect(self) -> list[RequestOutput | RequestFailure]:
+        """End the oldest step in flight."""
+        # Not the step itself: the traceback of a failure keeps this frame, and a step its logits.
+        plan, begun = self._in_flight[0].plan, self._in_flight[0].begun
+        try:
+            return self._end_step(self._in_flight.popleft())
+        except Exception as cause:
+            return [*self._fail_step(plan, cause)]
         finally:
             self._metrics.stepped(time.perf_counter() - begun)
 
     def _begin(self, job: Job) -> None:
-        """Not in `step`, whose frame the traceback of a failure keeps, and a job its adapter."""
+        """Not in `_submit`, whose frame the traceback of a failure keeps, and a job its adapter."""
         job.timings.begin()
         self._metrics.scheduled(job)
 
-    def _compute(self, plan: SchedulerOutput) -> list[RequestOutput | RequestFailure]:
-        ending = filter(self._gets_token, plan.sequences)
-        masks = self._masks.begin([self._scheduler.get(sequence.request_id) for sequence in ending])
+    def _job_ids(self, plan: SchedulerOutput) -> list[str]:
+        """Of the jobs in a step that have not ended."""
+        jobs = [self._job_of_request.get(sequence.request_id) for sequence in plan.sequences]
+        return list(dict.fromkeys(job.job_id for job in jobs if job is not None))
+
+    def _fail_step(self, plan: SchedulerOutput, cause: Exception) -> list[RequestFailure]:
+        job_ids = self._job_ids(plan)
+        logger.error("a step failed; the requests in it are given up: %s", ", ".join(job_ids), exc_info=cause)
+        # The frames hold the step's tensors, and the error outlives it.
+        traceback.clear_frames(cause.__traceback__)
+        error = StepFailed("the engine failed while computing this request", do="send it again")
+        error.__cause__ = cause
+        return self._fail(job_ids, error)
+
+    def _end_step(self, submitted: _Submitted) -> list[RequestOutput | RequestFailure]:
+        plan, masks = submitted.plan, submitted.masks
         try:
-            logits = self._executor.execute(plan.sequences)
+            logits = submitted.step.logits()
         except CacheLost:
             self._start_over()
             return []
-        except AdapterUnavailable as unavailable:
-            return [*self._give_up(unavailable)]
-        passed_over = late(masks, num_others=len(plan.sequences) - len(masks)) if masks else frozenset[str]()
+        num_others = len(plan.sequences) - len(masks) + len(self._in_flight)
+        passed_over = late(masks, num_others=num_others) if masks else frozenset[str]()
         tokens = self._sample(plan, logits, passed_over)
         token_ids = {name: None if token is None else token.token_id for name, token in tokens.items()}
         moved = self._scheduler.update(plan, token_ids, passed_over)
@@ -265,6 +323,7 @@ class EngineCore:
 
     def _start_over(self) -> None:
         """Go on after the cache was lost: what requests have generated so far is known here, and all that is needed."""
+        self._in_flight.clear()
         self._scheduler.start_over()
         self._executor.recover()
 
@@ -294,7 +353,7 @@ class EngineCore:
                     block_tables=tuple(tuple(table.blocks) for table in tables),
                     num_logits=len(chunk),
                 )
-                rows.append(self._executor.execute([sequence]))
+                rows.append(self._executor.submit([sequence]).logits())
                 self._blocks.drop_behind(tables, num_computed=sequence.stop)
         finally:
             self._blocks.release(tables)
@@ -309,16 +368,17 @@ class EngineCore:
         """A token for every sequence that caught up with itself in this step, without those that are passed over."""
         rows: list[int] = []
         requests: list[Request] = []
-        start = 0
+        stop = 0
         for sequence in plan.sequences:
+            start, stop = stop, stop + sequence.num_logits
+            if sequence.request_id not in self._job_of_request:
+                continue  # aborted meanwhile
             request = self._scheduler.get(sequence.request_id)
-            stop = start + sequence.num_logits
             if request.wants_prompt_logits:
                 self._record_prompt_logprobs(request, sequence.start, logits[start:stop])
             if self._gets_token(sequence) and sequence.request_id not in passed_over:
                 rows.append(stop - 1)
                 requests.append(request)
-            start = stop
         wanted = logits if len(rows) == len(logits) else logits[rows]
         tokens = sample(wanted, requests)
         return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}

@@ -23,13 +23,13 @@ WorkerState = Literal["running", "spare", "lost"]
 class WorkerWork:
     """What a stage has done since it is on its workers.
 
-    num_steps: answered. compute_seconds: of the steps. hop_seconds: what their answers took beyond that.
+    num_steps: answered. compute_seconds: of the steps. idle_seconds: that it waited for steps which were on their way.
     hop_bytes: sent and received with them. adapter_bytes: held now.
     """
 
     num_steps: int = 0
     compute_seconds: float = 0.0
-    hop_seconds: float = 0.0
+    idle_seconds: float = 0.0
     hop_bytes: int = 0
     adapter_bytes: int = 0
 
@@ -64,8 +64,8 @@ class WorkerInfo:
 
 
 class CacheLost(Exception):
-    """Keys and values of earlier steps are gone, and the step was not computed. After `recover` every running request
-    can be computed anew."""
+    """Keys and values of earlier steps are gone, and neither this step nor one after it was computed. After `recover`
+    every running request can be computed anew."""
 
 
 class AdapterUnavailable(Exception):
@@ -77,8 +77,26 @@ class AdapterUnavailable(Exception):
         self.error = error
 
 
+class StepInFlight(Protocol):
+    """A step that was submitted. One that nobody needs any more may be let go of."""
+
+    def logits(self) -> Tensor:
+        """Those of the rows that want them, [N, V] float32, in the order of the sequences. Asked once, and of earlier
+        steps first.
+
+        Raises:
+            CacheLost
+        """
+        ...
+
+
 class Executor(Protocol):
     """Holds the model and the KV cache. Used by one thread at a time."""
+
+    @property
+    def depth(self) -> int:
+        """How many steps have to be in flight for all of it to be busy."""
+        ...
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
@@ -90,9 +108,9 @@ class Executor(Protocol):
         """Workers that died or did not answer, so far. May be read from any thread."""
         ...
 
-    def execute(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
-        """Compute the sequences' tokens, whose adapters are pinned; logits of the rows that want them, [N, V] float32,
-        in the given order.
+    def submit(self, sequences: Sequence[ScheduledSequence]) -> StepInFlight:
+        """Begin to compute the sequences' tokens, whose adapters are pinned until this returns. Steps are computed in
+        the order in which they are submitted, each as if the others before it had been computed already.
 
         Raises:
             CacheLost, AdapterUnavailable
@@ -112,6 +130,16 @@ class Executor(Protocol):
         ...
 
 
+class ComputedStep:
+    """`StepInFlight` that has been computed."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def logits(self) -> Tensor:
+        return self._logits
+
+
 class LocalExecutor:
     """Executes in this process.
 
@@ -119,6 +147,7 @@ class LocalExecutor:
         residency: where the adapters are.
     """
 
+    depth = 1
     workers: tuple[WorkerInfo, ...] = ()
     num_lost_workers = 0
 
@@ -126,7 +155,16 @@ class LocalExecutor:
         self._runner = runner
         self._residency = residency
 
-    def execute(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
+    def submit(self, sequences: Sequence[ScheduledSequence]) -> ComputedStep:
+        return ComputedStep(self._compute(sequences))
+
+    def recover(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _compute(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
         digests = {sequence.adapter_digest for sequence in sequences}
         adapters = {digest: self._residency.weights(digest).weights for digest in digests if digest is not None}
         groups: dict[tuple[int, ...] | None, list[int]] = {}
@@ -136,9 +174,3 @@ class LocalExecutor:
             return self._runner.run(sequences, adapters)
         logits = [self._runner.run([sequences[index] for index in group], adapters) for group in groups.values()]
         return in_order(logits, list(groups.values()), [sequence.num_logits for sequence in sequences])
-
-    def recover(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

@@ -81,12 +81,17 @@ class Scheduler:
     cannot keep an adapter out: while a request is the first that waits for an absent adapter, the most that those in
     its way have left to do falls with every step in which they compute, and all of them do by the time the prompts
     before theirs are through. With S sequences at once that compute at most W tokens each, they have gone after at
-    most S * W steps, and once loaded, the request runs in at most S * W more.
+    most S * W steps, and once loaded, the request runs in at most S * W more; times the steps in flight.
+
+    A request is in flight from the step it is scheduled in until that step's `update`, and is not scheduled meanwhile.
+    It may be preempted or finished: steps are computed in the order in which they were scheduled, so whoever gets its
+    blocks writes to them after it did.
 
     Args:
         residency: which adapters are in memory. policy: whose turn it is.
-        max_num_seqs: sequences in one step, never more than `max_num_batched_tokens`: every running sequence can then
+        max_num_seqs: sequences that run, never more than `max_num_batched_tokens`: every running sequence can then
             decode one token in every step.
+        num_in_flight: steps that are in flight at once. Each takes its share of the running sequences.
         max_num_batched_tokens: tokens in one step.
         prefix_cache: reuse blocks whose content is known.
         length_regimes: a request that grows into another regime is computed anew from its first token.
@@ -102,6 +107,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         prefix_cache: bool,
         length_regimes: LengthRegimes,
+        num_in_flight: int = 1,
     ) -> None:
         self._blocks = blocks
         self._residency = residency
@@ -110,10 +116,12 @@ class Scheduler:
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._length_regimes = length_regimes
+        self._num_in_flight = num_in_flight
         self._waiting: dict[str, Request] = {}
         # In the order of their admission.
         self._running: list[Request] = []
         self._requests: dict[str, Request] = {}
+        self._in_flight: set[str] = set()
         self._num_arrived = 0
 
     @property
@@ -151,6 +159,7 @@ class Scheduler:
         if request is None:
             return
         request.finish_reason, request.stop_reason = reason, stop_reason
+        self._in_flight.discard(request_id)
         if request_id in self._waiting:
             del self._waiting[request_id]
         else:
@@ -160,11 +169,14 @@ class Scheduler:
         self._policy.left(request)
 
     def schedule(self) -> SchedulerOutput:
-        """Choose the next step's tokens and give them blocks."""
+        """Choose the next step's tokens and give them blocks. Its requests are in flight then."""
         budget = self._max_num_batched_tokens
         scheduled: dict[str, int] = {}
-        by_urgency = sorted(self._running, key=lambda request: request.num_pending_tokens > 1)
-        for request in by_urgency:
+        ready = [request for request in self._running if request.request_id not in self._in_flight]
+        limit = self._share(len(self._running))
+        for request in sorted(ready, key=lambda request: request.num_pending_tokens > 1):
+            if len(scheduled) == limit:
+                break
             if request not in self._running:
                 continue  # preempted a moment ago to make room for another
             if self._reserve(request, spare=scheduled) and (count := self._chunk(request, budget)):
@@ -172,13 +184,20 @@ class Scheduler:
                 budget -= count
         loads, closed = self._make_room()
         self._admit(budget, scheduled, closed)
+        self._in_flight.update(scheduled)
         sequences = [self._sequence(request, scheduled[request.request_id]) for request in self._in_step(scheduled)]
         # Stable: within an adapter the order of arrival stays.
         sequences.sort(key=lambda sequence: sequence.adapter_digest or "")
         return SchedulerOutput(sequences=tuple(sequences), loads=tuple(loads))
 
+    def withdraw(self, output: SchedulerOutput) -> None:
+        """Take a step back that was not computed: its requests are scheduled again."""
+        self._in_flight.difference_update(sequence.request_id for sequence in output.sequences)
+
     def start_over(self) -> None:
-        """Forget what the cache holds, for everybody: running requests are computed anew from their first token."""
+        """Forget what the cache holds, for everybody, and the steps in flight: running requests are computed anew from
+        their first token."""
+        self._in_flight.clear()
         for request in reversed(self._running.copy()):
             self._preempt(request)
         self._blocks.forget()
@@ -186,7 +205,8 @@ class Scheduler:
     def update(
         self, output: SchedulerOutput, sampled: Mapping[str, int | None], passed_over: Set[str] = frozenset()
     ) -> list[Request]:
-        """Record a computed step: append sampled tokens, finish what is done.
+        """Record a computed step, the oldest in flight: append sampled tokens, finish what is done. What has finished
+        meanwhile is left out; what was preempted has its token, and nothing computed.
 
         Args:
             sampled: request id -> token, for the sequences that had a token to sample; None ends a request whose
@@ -197,11 +217,15 @@ class Scheduler:
         """
         moved = []
         for sequence in output.sequences:
-            request = self._requests[sequence.request_id]
-            if sequence.request_id in passed_over:
-                self._advance(request, sequence.stop - 1)
+            request = self._requests.get(sequence.request_id)
+            if request is None:
                 continue
-            self._advance(request, sequence.stop)
+            self._in_flight.discard(request.request_id)
+            is_passed_over = request.request_id in passed_over
+            if request.request_id not in self._waiting:
+                self._advance(request, sequence.stop - is_passed_over)
+            if is_passed_over:
+                continue
             token_id = sampled.get(sequence.request_id)
             if token_id is not None:
                 self._append(request, token_id)
@@ -280,10 +304,11 @@ class Scheduler:
         if not self._waiting:
             return
         being_computed = self._being_computed()
+        limit = self._share(min(len(self._running) + len(self._waiting), self._max_num_seqs))
         for request in self._policy.order(self._waiting.values()):
-            if budget <= 0 or len(self._running) >= self._max_num_seqs:
+            if budget <= 0 or len(self._running) >= self._max_num_seqs or len(scheduled) >= limit:
                 break
-            if request.adapter_digest in closed or not self._pin(request):
+            if request.request_id in self._in_flight or request.adapter_digest in closed or not self._pin(request):
                 continue
             num_cached = self._share_prefix(request)
             if self._awaits(request, being_computed):
@@ -309,6 +334,10 @@ class Scheduler:
     def _plan(self, request: Request, count: int, scheduled: dict[str, int]) -> None:
         scheduled[request.request_id] = count
         self._policy.served(request, count)
+
+    def _share(self, num_requests: int) -> int:
+        """How many of so many requests a step takes, so that every step in flight has as many."""
+        return -(-num_requests // self._num_in_flight)
 
     def _pin(self, request: Request) -> bool:
         """Keep a request's adapter in memory; False when it is not there. The base is."""

@@ -77,6 +77,7 @@ class ServedModel:
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefix_cache=config.prefix_cache,
             length_regimes=self.length_regimes,
+            num_in_flight=self.executor.depth,
         )
         return EngineCore(
             scheduler=scheduler,

@@ -145,10 +145,10 @@ WORKER_SERIES = (
         read=lambda work: work.compute_seconds,
     ),
     WorkerSeries(
-        name="graft_worker_hop_seconds",
+        name="graft_worker_idle_seconds",
         kind="counter",
-        text="What the answers to a stage's steps took beyond computing them.",
-        read=lambda work: work.hop_seconds,
+        text="What a stage waited for steps that were on their way to it.",
+        read=lambda work: work.idle_seconds,
     ),
     WorkerSeries(
         name="graft_worker_hop_bytes",

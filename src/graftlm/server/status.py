@@ -34,7 +34,7 @@ class WorkStatus(TypedDict):
 
     num_steps: int
     compute_seconds: float
-    hop_seconds: float
+    idle_seconds: float
     hop_bytes: int
     adapter_bytes: int
 
@@ -131,7 +131,7 @@ def _worker_status(worker: WorkerInfo) -> WorkerStatus:
         else {
             "num_steps": work.num_steps,
             "compute_seconds": work.compute_seconds,
-            "hop_seconds": work.hop_seconds,
+            "idle_seconds": work.idle_seconds,
             "hop_bytes": work.hop_bytes,
             "adapter_bytes": work.adapter_bytes,
         },

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -72,7 +72,7 @@ class Traffic(RuleBasedStateMachine):
     totals: ClassVar[Counter[str]] = Counter()
 
     @initialize(
-        num_blocks=st.integers(2, 8),
+        num_blocks=st.integers(2, 8) | st.integers(8, 16),
         windows=st.sampled_from([(None,), (None,), (None, 3), (4,), (2, None, 7)]),
         block_size=st.integers(1, 5),
         max_num_seqs=st.integers(1, 6) | st.just(6),
@@ -82,6 +82,7 @@ class Traffic(RuleBasedStateMachine):
         length_regimes=st.sampled_from([ONE_REGIME, GROWING, GROWING, LONG_PROMPTS]),
         adapter_bytes=st.sampled_from([4, 4, 5, 7]),
         policy=st.sampled_from(["fcfs", "fair"]),
+        num_in_flight=st.sampled_from([1, 2, 2, 3]),
     )
     def build(self, **shape: Any) -> None:
         num_blocks = shape.pop("num_blocks")
@@ -97,6 +98,7 @@ class Traffic(RuleBasedStateMachine):
         policy: SchedulingPolicy = FairShare({"a": 3.0}) if shape.pop("policy") == "fair" else FirstComeFirstServed()
         self.scheduler = Scheduler(CacheBlocks(groups, **placement), residency=self.residency, policy=policy, **shape)
         self.loading: list[str] = []
+        self.in_flight: deque[SchedulerOutput] = deque()
         limits = [
             pool.num_blocks
             for pool, blocks in zip(self.pools, most, strict=True)
@@ -121,9 +123,15 @@ class Traffic(RuleBasedStateMachine):
         stop=st.sampled_from([(), (3,), (3, 4)]),
         ignore_eos=st.booleans(),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
+        num_alike=st.sampled_from([1, 1, 3]),
     )
-    def add(
+    def add(self, *, num_alike: int, seed: int, **what: Any) -> None:
+        for index in range(num_alike):
+            self._add(seed=seed + index, **what)
+
+    def _add(
         self,
+        *,
         prompt_len: int,
         begins_alike: bool,
         seed: int,
@@ -169,7 +177,8 @@ class Traffic(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        running = [request_id for request_id in self.requests if self._is_unfinished(request_id)]
+        request_id = data.draw(st.sampled_from(sorted(running or self.requests)))
         request = self.requests[request_id]
         was_running = request.finish_reason is None
         self.scheduler.finish(request_id, "abort")
@@ -220,7 +229,7 @@ class Traffic(RuleBasedStateMachine):
             self.residency.discard(digest)
             assert self.residency.state(digest) == "absent"
 
-    @rule(count=st.integers(1, 6) | st.integers(6, 20))
+    @rule(count=st.integers(1, 3) | st.integers(1, 20))
     def step(self, count: int) -> None:
         for _ in range(count):
             self._step()
@@ -230,24 +239,43 @@ class Traffic(RuleBasedStateMachine):
     @rule(share_written=st.sampled_from([0.0, 0.5, 1.0]))
     def step_that_fails(self, share_written: float) -> None:
         """Something breaks in the middle: some of the step's slots hold rubbish, and its requests are given up."""
-        resident = {digest for digest in ADAPTERS if self.residency.state(digest) == "resident"}
-        output = self.scheduler.schedule()
-        self.totals["steps"] += 1
-        self._check_loads(output, resident)
+        self._schedule()
+        if not self.in_flight:
+            return
+        output = self.in_flight.popleft()
         for sequence in output.sequences:
             for group in range(len(self.windows)):
                 for position in range(sequence.start, sequence.start + int(share_written * len(sequence.token_ids))):
                     self.cache[group, self._slot(sequence, group, position)] = ("rubbish", ONE_REGIME, ())
         for sequence in output.sequences:
-            self.scheduler.finish(sequence.request_id, "abort")
-            self.aborted.add(sequence.request_id)
-            self.totals["failures"] += 1
+            if self._is_unfinished(sequence.request_id):
+                self.scheduler.finish(sequence.request_id, "abort")
+                self.aborted.add(sequence.request_id)
+                self.totals["failures"] += 1
+        self._check_blocks()
+
+    @rule()
+    def step_that_is_not_taken(self) -> None:
+        """It cannot be begun, for a reason that has nothing to do with its requests."""
+        self._schedule()
+        if self.in_flight:
+            self.scheduler.withdraw(self.in_flight.pop())
+            self.totals["withdrawn"] += 1
+        self._check_blocks()
+
+    @precondition(lambda self: self.steps_since_arrival >= 4)
+    @rule()
+    def lose_the_cache(self) -> None:
+        self.in_flight.clear()
+        self.cache.clear()
+        self.scheduler.start_over()
+        self.totals["losses"] += 1
         self._check_blocks()
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or self.in_flight:
             self._step()
         assert self.residency.num_pinned == 0
         assert all(pool.num_free == pool.num_blocks for pool in self.pools)
@@ -260,29 +288,46 @@ class Traffic(RuleBasedStateMachine):
             assert request.stop_reason == expected.stop_reason
 
     def _step(self) -> None:
+        self.steps_since_arrival += self._schedule()
+        tokens = sum(request.num_tokens + request.max_tokens for request in self.requests.values())
+        assert self.steps_since_arrival <= (tokens + 1) * (len(self.requests) + 1) * self.shape["num_in_flight"]
+        if self.in_flight and (len(self.in_flight) == self.shape["num_in_flight"] or not self.was_scheduled):
+            self._end_step(self.in_flight.popleft())
+
+    def _schedule(self) -> bool:
+        """Put one more step in flight, if there is room and something to do. Returns: whether there was any work."""
         had_work = self.scheduler.has_work
-        running = {request_id for request_id in self.requests if self._is_unfinished(request_id)}
-        assert had_work == bool(running)
+        assert had_work == any(map(self._is_unfinished, self.requests))
         resident = {digest for digest in ADAPTERS if self.residency.state(digest) == "resident"}
         output = self.scheduler.schedule()
         self.totals["steps"] += 1
         self._check_loads(output, resident)
         # Work is never left lying: whatever the pool's size, somebody moves, and nobody waits for ever.
         assert had_work or not output.sequences
-        if had_work and not output.sequences:
+        if had_work and not output.sequences and not self.in_flight:
             assert self.loading
             self.totals["steps without an adapter"] += 1
             digest = self.loading.pop(0)
             self.residency.complete(digest, f"weights of {digest}")
-        self.steps_since_arrival += had_work
-        tokens = sum(request.num_tokens + request.max_tokens for request in self.requests.values())
-        assert self.steps_since_arrival <= (tokens + 1) * (len(self.requests) + 1)
         self._check_step(output)
         self._check_blocks()
+        self.was_scheduled = bool(output.sequences)
+        if self.was_scheduled:
+            self.in_flight.append(output)
+            self.totals["steps beside another"] += len(self.in_flight) > 1
+        return had_work
+
+    def _end_step(self, output: SchedulerOutput) -> None:
+        """Compute it, only now, and record it. Requests of it may have gone meanwhile, and others have their blocks."""
+        running = {request_id for request_id in self.requests if self._is_unfinished(request_id)}
         sampled = {}
         for sequence in output.sequences:
             request = self.requests[sequence.request_id]
             self._compute(request, sequence)
+            if request.finish_reason is not None:
+                self.totals["aborted in flight"] += 1
+                continue
+            self.totals["preempted in flight"] += not any(table.blocks for table in request.block_tables)
             if sequence.stop == request.num_tokens and request.max_tokens > 0:
                 sampled[request.request_id] = next_token(request, request.output_token_ids)
         moved = {request.request_id for request in self.scheduler.update(output, sampled)}
@@ -298,6 +343,8 @@ class Traffic(RuleBasedStateMachine):
         assert sum(len(sequence.token_ids) for sequence in sequences) <= self.shape["max_num_batched_tokens"]
         assert len(sequences) <= self.shape["max_num_seqs"]
         assert len({sequence.request_id for sequence in sequences}) == len(sequences)
+        others = {sequence.request_id for step in self.in_flight for sequence in step.sequences}
+        assert others.isdisjoint(sequence.request_id for sequence in sequences)
         adapters = [digest for digest, _ in itertools.groupby(sequence.adapter_digest for sequence in sequences)]
         assert len(adapters) == len(set(adapters))
         assert None not in adapters[1:]
@@ -375,7 +422,7 @@ def test_any_traffic_gives_every_request_its_solo_tokens_and_every_block_back() 
     run_state_machine_as_test(
         Traffic,
         settings=settings(
-            max_examples=240,
+            max_examples=200,
             stateful_step_count=50,
             deadline=None,
             derandomize=True,
@@ -389,6 +436,11 @@ def test_any_traffic_gives_every_request_its_solo_tokens_and_every_block_back() 
         "preemptions": 30,
         "aborts": 100,
         "failures": 5,
+        "losses": 20,
+        "withdrawn": 20,
+        "steps beside another": 300,
+        "aborted in flight": 3,
+        "preempted in flight": 5,
         "recomputed": 5,
         "blocks dropped": 1_000,
         "cached tokens": 20,

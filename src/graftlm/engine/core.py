@@ -156,28 +156,29 @@ class EngineCore:
         """Begin a step. None when it is in flight; else the failures that come of its not being so."""
         for job_id in self._job_ids(plan):
             self._begin(self._jobs[job_id])
-        begun = time.perf_counter()
-        ending = filter(self._gets_token, plan.sequences)
-        masks = self._masks.begin([self._scheduler.get(sequence.request_id) for sequence in ending])
         try:
-            step = self._begin_step(plan)
+            submitted = self._begin_step(plan)
         except AdapterUnavailable as unavailable:
             self._scheduler.withdraw(plan)
             return self._give_up(unavailable)
         except Exception as cause:
             return self._fail_step(plan, cause)
-        if step is None:
+        if submitted is None:
             return []
-        self._in_flight.append(_Submitted(plan=plan, masks=masks, step=step, begun=begun))
+        self._in_flight.append(submitted)
         return None
 
-    def _begin_step(self, plan: SchedulerOutput) -> StepInFlight | None:
+    def _begin_step(self, plan: SchedulerOutput) -> _Submitted | None:
         """None if the cache was lost: the step is to be planned again."""
+        begun = time.perf_counter()
+        ending = filter(self._gets_token, plan.sequences)
+        masks = self._masks.begin([self._scheduler.get(sequence.request_id) for sequence in ending])
         try:
-            return self._executor.submit(plan.sequences)
+            step = self._executor.submit(plan.sequences)
         except CacheLost:
             self._start_over()
             return None
+        return _Submitted(plan=plan, masks=masks, step=step, begun=begun)
 
     def _collect(self) -> list[RequestOutput | RequestFailure]:
         """End the oldest step in flight."""

@@ -10,11 +10,8 @@
 // Panels are decoded to float32 or bfloat16 a few columns at a time, without their scales, and multiplied as dense ones
 // are. A scale is applied in float32 to the sum over its piece, at most kPieceColumns of one group; zero and minimum to
 // the sum of x over it. That order is the same for any number of rows: a row's result does not depend on its neighbours.
-#include <type_traits>
-#include <vector>
-
 #include "graft.h"
-#include "panels.h"
+#include "turned_product.h"
 
 namespace graft {
 
@@ -45,17 +42,6 @@ constexpr int64_t kTogether = 4;         // panels that are decoded together
 constexpr int64_t kPieceColumns = 128;   // columns that are summed before their scale is applied, at most
 constexpr int64_t kFewRows = 32;         // up to here what is decoded at once stays in the first-level cache
 constexpr int64_t kManyBytes = 512 << 10;  // of decoded panels, in the second-level cache
-constexpr int64_t kRowBlock = 256;
-
-// What panels of a call's dtype are decoded to, and x is read as.
-template <typename T> struct Work {
-    using Type = float;
-};
-#if defined(__AVX512BF16__)
-template <> struct Work<bf16> {
-    using Type = bf16;
-};
-#endif
 
 // ---- codes
 
@@ -226,21 +212,6 @@ Vec value_at(const Values &values, int64_t panel, int64_t group, int64_t groups,
 }
 
 // ---- the product
-
-// Numbers that begin where a cache line does: one that straddles two costs both.
-template <typename W> class Lines {
-  public:
-    explicit Lines(size_t count) : lines_((count * sizeof(W) + 63) / 64) {}
-    W *data() { return reinterpret_cast<W *>(lines_.data()); }
-    const W *data() const { return reinterpret_cast<const W *>(lines_.data()); }
-    size_t size() const { return lines_.size() * 64 / sizeof(W); }
-
-  private:
-    struct alignas(64) Line {
-        char bytes[64];
-    };
-    std::vector<Line> lines_;
-};
 
 // Columns of one group that are summed before their scale is applied.
 struct Piece {
@@ -503,14 +474,7 @@ void coded_linear(const CodedMatrix &matrix, T *out, const T *x, const T *bias, 
         whole += decoded_columns<W>(piece);
     }
     std::vector<W> scratch;
-    if constexpr (std::is_same_v<T, W>) {
-        product.x = x;
-        if (depth != matrix.columns) product.x = nullptr;
-    }
-    if (!product.x) {
-        product.x = prepared(scratch, x, rows, matrix.columns, depth, x_stride);
-        product.x_stride = depth;
-    }
+    product.x = readable(scratch, x, rows, matrix.columns, depth, product.x_stride);
     if (product.shifted()) {
         size_t count = product.pieces.size();
         product.x_sums.resize(size_t(rows) * count);
@@ -535,6 +499,45 @@ void coded_linear(const CodedMatrix &matrix, T *out, const T *x, const T *bias, 
                                                 std::min(panels, (group + 1) * kTogether));
              });
 }
+
+// ---- the product with W in place of its transpose
+
+// Columns of W as they are stored, but for their order.
+struct CodedColumns {
+    const CodedMatrix &matrix;
+    int64_t rows, columns;
+
+    // As `multiply_turned` wants it; `start` a multiple of what lies together.
+    const float *read(int64_t panel, int64_t start, int64_t count, float *scratch) const {
+        int bits = matrix.table ? 4 : 8;
+        int64_t unit = matrix.table ? 8 : 2, there = std::min(count, columns - start);
+        const uint8_t *codes = matrix.codes + panel * panel_bytes(columns, bits) + start / unit * (matrix.table ? 64 : 32);
+        if (matrix.table)
+            decode_nibbles(scratch, codes, (there + unit - 1) / unit, matrix.table);
+        else
+            decode_bytes(scratch, codes, (there + unit - 1) / unit);
+        int64_t groups = (columns + matrix.group_size - 1) / matrix.group_size;
+        for (int64_t k = 0; k < there;) {
+            int64_t group = (start + k) / matrix.group_size;
+            int64_t stop = std::min(there, (group + 1) * matrix.group_size - start);
+            for (int v = 0; v < kVectors; v++) scale_columns(scratch + v * kLanes, k, stop, panel, group, groups, v);
+            k = stop;
+        }
+        std::memset(scratch + there * kPanel, 0, size_t((count - there) * kPanel) * sizeof(float));
+        return scratch;
+    }
+
+    void scale_columns(float *to, int64_t start, int64_t stop, int64_t panel, int64_t group, int64_t groups, int v) const {
+        Vec scale = value_at(matrix.scale, panel, group, groups, rows, v), zero = splat(0.0f), minimum = splat(0.0f);
+        if (matrix.zero) {
+            const int8_t *from = matrix.zero + (panel * groups + group) * kPanel + v * kLanes;
+            for (int lane = 0; lane < kLanes; lane++) zero[lane] = float(from[lane]);
+        }
+        if (matrix.minimum.data) minimum = value_at(matrix.minimum, panel, group, groups, rows, v);
+        for (int64_t k = start; k < stop; k++)
+            store(to + k * kPanel, (load(to + k * kPanel) - zero) * scale * matrix.factor + minimum);
+    }
+};
 
 }  // namespace
 }  // namespace graft
@@ -564,4 +567,14 @@ GRAFT_API void graft_coded_linear(void *out, const void *x, const CodedMatrix *m
         coded_linear(*matrix, (float *)out, (const float *)x, (const float *)bias, rows, x_stride, out_stride, threads);
     else
         coded_linear(*matrix, (bf16 *)out, (const bf16 *)x, (const bf16 *)bias, rows, x_stride, out_stride, threads);
+}
+
+// out: [rows, matrix columns] = y [rows, matrix rows] @ W, columns in the order of the codes.
+GRAFT_API void graft_turned_coded_linear(void *out, const void *y, const CodedMatrix *matrix, int dtype, int64_t rows,
+                                         int64_t y_stride, int64_t out_stride, int threads) {
+    CodedColumns columns{*matrix, matrix->rows, matrix->columns};
+    if (dtype == 0)
+        multiply_turned(columns, (float *)out, (const float *)y, rows, y_stride, out_stride, threads);
+    else
+        multiply_turned(columns, (bf16 *)out, (const bf16 *)y, rows, y_stride, out_stride, threads);
 }

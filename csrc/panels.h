@@ -1,6 +1,7 @@
 // What products with packed matrices have in common: panels of 16 rows of W, and the instructions that multiply them.
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "parallel.h"
@@ -17,6 +18,31 @@ constexpr int kVectors = kPanel / kLanes;  // per panel
 constexpr int kDepth = 32;                 // what K is padded to in bfloat16
 
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// Numbers that begin where a cache line does: one that straddles two costs both.
+template <typename W> class Lines {
+  public:
+    explicit Lines(size_t count) : lines_((count * sizeof(W) + 63) / 64) {}
+    W *data() { return reinterpret_cast<W *>(lines_.data()); }
+    const W *data() const { return reinterpret_cast<const W *>(lines_.data()); }
+    size_t size() const { return lines_.size() * 64 / sizeof(W); }
+
+  private:
+    struct alignas(64) Line {
+        char bytes[64];
+    };
+    std::vector<Line> lines_;
+};
+
+// What x is read as where panels are of type T: float32 where bfloat16 has no product.
+template <typename T> struct Work {
+    using Type = float;
+};
+#if defined(__AVX512BF16__)
+template <> struct Work<bf16> {
+    using Type = bf16;
+};
+#endif
 
 // y as the caller has it: rows of `columns`, every `stride` elements.
 template <typename T> struct Output {
@@ -94,6 +120,18 @@ const X *prepared(std::vector<X> &scratch, const T *x, int64_t rows, int64_t col
         for (int64_t k = columns; k < depth; k++) to[k] = narrow<X>(0.0f);
     }
     return scratch.data();
+}
+
+// x itself where it can be read as it is, else as `prepared`; `stride` becomes that of what is returned.
+template <typename T>
+const typename Work<T>::Type *readable(std::vector<typename Work<T>::Type> &scratch, const T *x, int64_t rows,
+                                       int64_t columns, int64_t depth, int64_t &stride) {
+    if constexpr (std::is_same_v<T, typename Work<T>::Type>) {
+        if (columns == depth) return x;
+    }
+    const auto *copy = prepared(scratch, x, rows, columns, depth, stride);
+    stride = depth;
+    return copy;
 }
 
 #if defined(__AMX_BF16__)

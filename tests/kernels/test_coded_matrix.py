@@ -110,6 +110,10 @@ def assert_multiplies(kernels: Kernels, codes: GroupedCodes, dtype: torch.dtype,
         size = 1 + (x.double().abs() @ weight.double().abs().t()).max()
         assert (out.double() - exact).abs().max() <= TOLERANCES[dtype] * size
         assert (out.double() - exact).abs().mean() <= TOLERANCES[dtype] * size / 8
+    y = inputs(rows, out_features, dtype)
+    exact = y.double() @ weight.to(dtype).double()
+    size = 1 + (y.double().abs() @ weight.double().abs()).max()
+    assert (matrix.turned_linear(y).double() - exact).abs().max() <= TOLERANCES[dtype] * size
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 16, 17, 33, 300])

@@ -60,6 +60,15 @@ def test_a_packed_matrix_multiplies_as_linear_does(
     assert_like(packed.linear(x, bias), (x.double() @ weight.double().t() + bias.double()).to(dtype))
     assert_like(packed.linear(x, None), (x.double() @ weight.double().t()).to(dtype))
     assert torch.equal(packed.rows(torch.arange(out_features)), weight)
+    y = noise(rows, out_features, dtype=dtype, seed=3)
+    assert_like(packed.turned_linear(y), (y.double() @ weight.double()).to(dtype))
+
+
+def test_more_rows_than_are_turned_at_once_add_up(kernels: Kernels, dtype: torch.dtype) -> None:
+    weight, y = noise(4100, 20, dtype=dtype), noise(3, 4100, dtype=dtype, seed=1)
+    packed = kernels.pack(weight)
+    assert packed is not None
+    assert_like(packed.turned_linear(y), (y.double() @ weight.double()).to(dtype))
 
 
 def test_a_row_of_a_product_does_not_depend_on_the_others(kernels: Kernels, dtype: torch.dtype) -> None:
@@ -69,6 +78,10 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(kernels: Kernels, dtyp
     together = packed.linear(x, None)
     for start, stop in ((0, 1), (5, 6), (3, 8), (0, 33), (16, 70)):
         assert torch.equal(packed.linear(x[start:stop], None), together[start:stop])
+    y = noise(70, 80, dtype=dtype, seed=2)
+    turned = packed.turned_linear(y)
+    for start, stop in ((0, 1), (3, 8), (0, 33), (16, 70)):
+        assert torch.equal(packed.turned_linear(y[start:stop]), turned[start:stop])
 
 
 def test_a_packed_matrix_takes_rows_with_a_stride(kernels: Kernels, dtype: torch.dtype) -> None:
@@ -76,6 +89,10 @@ def test_a_packed_matrix_takes_rows_with_a_stride(kernels: Kernels, dtype: torch
     packed = kernels.pack(weight)
     assert packed is not None
     assert torch.equal(packed.linear(wide[:, 7:39], None), packed.linear(wide[:, 7:39].contiguous(), None))
+    assert torch.equal(packed.turned_linear(wide[:, 7:27]), packed.turned_linear(wide[:, 7:27].contiguous()))
+    # As autograd's gradient of a sum has.
+    same = wide[:1, :1].expand(5, 20)
+    assert torch.equal(packed.turned_linear(same), packed.turned_linear(same.contiguous()))
 
 
 @pytest.mark.parametrize("columns", [1, 8, 16, 31, 64, 576])

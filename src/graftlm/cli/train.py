@@ -119,11 +119,10 @@ def _jobs(files: Sequence[str] | None, options: dict[str, Any]) -> list[Training
 def _preview(
     console: Console, config: EngineConfig, jobs: Sequence[TrainingJob], *, show: int, gradient_checkpointing: bool
 ) -> None:
-    from graftlm.engine.base import load_base
-    from graftlm.training.train import check_outputs, prepare_job
+    from graftlm.training.train import check_outputs, load_frozen_base, prepare_job
 
     check_outputs(jobs)
-    base = load_base(config)
+    base = load_frozen_base(config)
     for job in jobs:
         prepared = prepare_job(job, base, str(config.model))
         if show:

@@ -40,15 +40,18 @@ class Base(BaseText):
     decoder: Decoder
 
 
-def load_base(config: EngineConfig) -> Base:
+def load_base(config: EngineConfig, kernels: Kernels = REFERENCE) -> Base:
     """Read the model a config names, in its dtype, on its device.
+
+    Args:
+        kernels: those that lay out its matrices.
 
     Raises:
         ConfigurationError: an option cannot be met here.
         CheckpointError: the model cannot be read.
     """
     checkpoint = open_checkpoint(config.model)
-    decoder = load_decoder(config, checkpoint)
+    decoder = load_decoder(config, checkpoint, kernels)
     text = load_text(checkpoint, decoder.vocab_size)
     checkpoint.close()
     return Base(decoder=decoder, **vars(text))

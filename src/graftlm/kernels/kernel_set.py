@@ -34,6 +34,10 @@ class PackedMatrix(Protocol):
         """As `ops.linear`."""
         ...
 
+    def turned_linear(self, y: Tensor) -> Tensor:
+        """y @ W, rounded once: the gradient that x has in `linear`. y: [T, out], in the matrix's dtype -> [T, in]."""
+        ...
+
     def rows(self, ids: Tensor) -> Tensor:
         """The matrix's rows. ids: int64 [T] -> [T, in]."""
         ...

@@ -81,6 +81,12 @@ def choose_kernels(device: torch.device, *, deterministic: bool) -> Kernels:
     return rest if library is None else cpu_kernels(library, rest, deterministic=deterministic)
 
 
+def choose_training_kernels(device: torch.device) -> Kernels:
+    """As `choose_kernels`, for matrices that gradients go back through: torch multiplies from both sides with those of
+    floats as they are, so that only those of codes are laid out."""
+    return replace(choose_kernels(device, deterministic=False), pack=keep_unpacked)
+
+
 @contextmanager
 def using(kernels: Kernels) -> Iterator[None]:
     """Operations called inside are these."""

@@ -54,7 +54,7 @@ class CodedWeight:
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.dtype != self._matrix.dtype:
             return dequantized_matmul(self, x, bias)
-        return frozen_matmul(self, x, bias, self._matrix.linear)
+        return frozen_matmul(x, bias, self._matrix.linear, self._matrix.turned_linear)
 
     def rows(self, ids: Tensor) -> Tensor:
         return decode_in_slabs(

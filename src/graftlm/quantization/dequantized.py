@@ -15,8 +15,10 @@ from graftlm.quantization.weight import Weight
 # Elements dequantised at once: 16 MB in float32, so that the copy does not outgrow what quantising saved.
 SLAB_ELEMENTS = 1 << 22
 
-# Inputs [T, in] and a bias [out] or None -> [T, out].
+# Inputs [T, in] and a bias [out] or None -> x @ W.T + bias, [T, out].
 Product = Callable[[Tensor, Tensor | None], Tensor]
+# Outputs' gradients [T, out] -> those of the inputs, y @ W, [T, in].
+TurnedProduct = Callable[[Tensor], Tensor]
 
 
 def dequantized_matmul(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -24,13 +26,24 @@ def dequantized_matmul(weight: Weight, x: Tensor, bias: Tensor | None) -> Tensor
 
     x: [T, in] -> [T, out].
     """
-    return frozen_matmul(weight, x, bias, partial(_matmul, weight))
+    return frozen_matmul(x, bias, partial(_matmul, weight), partial(dequantized_turned_matmul, weight))
 
 
-def frozen_matmul(weight: Weight, x: Tensor, bias: Tensor | None, product: Product) -> Tensor:
-    """`product(x, bias)`, a format's own way to x @ W.T + bias, with the gradient that x has with the dequantised W."""
+def dequantized_turned_matmul(weight: Weight, y: Tensor) -> Tensor:
+    """y @ W, summed over slabs in float32. y: [T, out] -> [T, in]."""
+    total = torch.zeros(y.shape[0], weight.shape[1], dtype=ops.widened(y[:0]).dtype, device=y.device)
+    for start, stop in _slabs(weight):
+        total += y[:, start:stop] @ weight.part(start, stop).dequantize().to(y.dtype)
+    return total.to(y.dtype)
+
+
+def frozen_matmul(x: Tensor, bias: Tensor | None, product: Product, turned: TurnedProduct) -> Tensor:
+    """`product(x, bias)`, differentiable in x by `turned`: neither keeps anything of the matrix for the other.
+
+    Source: QLoRA, arXiv 2305.14314.
+    """
     if torch.is_grad_enabled() and x.requires_grad:
-        out: Tensor = _FrozenMatmul.apply(x, weight, bias, product)  # type: ignore[no-untyped-call]
+        out: Tensor = _FrozenMatmul.apply(x, bias, product, turned)  # type: ignore[no-untyped-call]
         return out
     return product(x, bias)
 
@@ -51,25 +64,16 @@ def _slabs(weight: Weight) -> list[tuple[int, int]]:
 
 
 class _FrozenMatmul(torch.autograd.Function):
-    """Dequantises again in the backward pass, where torch would keep the full-precision matrix until then.
-
-    Semantics: d x = g @ W; weight and bias are frozen.
-    Source: QLoRA, arXiv 2305.14314.
-    """
+    """Torch would keep the full-precision matrix until the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Weight, bias: Tensor | None, product: Product) -> Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, product: Product, turned: TurnedProduct) -> Tensor:
+        ctx.turned = turned
         return product(x, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,) = gradients
-        weight: Weight = ctx.weight
-        total = gradient.new_zeros(gradient.shape[0], weight.shape[1])
-        for start, stop in _slabs(weight):
-            total.addmm_(gradient[:, start:stop], weight.part(start, stop).dequantize().to(gradient.dtype))
-        return total, None, None, None
+        return ctx.turned(*gradients), None, None, None
 
 
 def decode_in_slabs(

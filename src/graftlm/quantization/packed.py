@@ -9,7 +9,7 @@ from graftlm.kernels.grouped_codes import GroupedCodes
 from graftlm.kernels.kernel_set import Kernels, PackedMatrix
 from graftlm.quantization.column_part import dense_columns
 from graftlm.quantization.dense import DenseWeight
-from graftlm.quantization.dequantized import dequantized_matmul
+from graftlm.quantization.dequantized import frozen_matmul
 from graftlm.quantization.weight import Weight
 
 
@@ -41,9 +41,7 @@ class PackedWeight:
         return str(self._matrix.dtype).removeprefix("torch.")
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if torch.is_grad_enabled() and x.requires_grad:
-            return dequantized_matmul(self, x, bias)
-        return self._matrix.linear(x, bias)
+        return frozen_matmul(x, bias, self._matrix.linear, self._matrix.turned_linear)
 
     def rows(self, ids: Tensor) -> Tensor:
         return self._matrix.rows(ids)

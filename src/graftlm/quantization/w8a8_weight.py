@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from graftlm.errors import ConfigurationError
 from graftlm.kernels import ops
-from graftlm.quantization.dequantized import frozen_matmul
+from graftlm.quantization.dequantized import dequantized_turned_matmul, frozen_matmul
 from graftlm.quantization.quantized_inputs import InputQuantizer
 from graftlm.quantization.row_weight import RowWeight
 from graftlm.quantization.weight import Weight
@@ -47,7 +48,7 @@ class W8A8Weight(RowWeight):
         return self.codes.device
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return frozen_matmul(self, x, bias, self._product)
+        return frozen_matmul(x, bias, self._product, partial(dequantized_turned_matmul, self))
 
     def pick(self, rows: slice | Tensor) -> W8A8Weight:
         return W8A8Weight(codes=self.codes[rows], scale=self.scale[rows], inputs=self.inputs, dtype=self.dtype)

@@ -11,8 +11,10 @@ from typing import Any
 
 from graftlm.config import DType, EngineConfig, Quantization
 from graftlm.engine.base import Base, load_base
+from graftlm.engine.load_options import choose_device
 from graftlm.engine.memory import return_free_memory
 from graftlm.errors import ConfigurationError, TrainingFailed
+from graftlm.kernels.registry import choose_training_kernels
 from graftlm.models.base_weights import DecoderWeights
 from graftlm.training.batch_order import permutation
 from graftlm.training.document import Document, Example
@@ -107,7 +109,7 @@ def train_together(
         TrainingFailed: jobs cannot go on; the others have finished.
     """
     check_outputs(jobs, resume=resume)
-    base = load_base(config)
+    base = load_frozen_base(config)
     prepared = [prepare_job(job, base, str(config.model)) for job in jobs]
     # What loading took and gave back is the heap's until it is told.
     return_free_memory()
@@ -131,6 +133,15 @@ def train_together(
     if failed := [f"{run.job.label}: {run.failure}" for run in trainer.runs if run.state == "failed"]:
         raise TrainingFailed("training failed", got="; ".join(failed))
     return trained
+
+
+def load_frozen_base(config: EngineConfig) -> Base:
+    """The model a config names, laid out for training over it.
+
+    Raises:
+        ConfigurationError, CheckpointError
+    """
+    return load_base(config, choose_training_kernels(choose_device(config.device)))
 
 
 def check_outputs(jobs: Sequence[TrainingJob], *, resume: bool = False) -> None:

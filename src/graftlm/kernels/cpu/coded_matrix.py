@@ -129,6 +129,25 @@ class CodedMatrix:
         )
         return out
 
+    def turned_linear(self, y: Tensor) -> Tensor:
+        """y @ W for the W that `rows` gives, summed in float32 and rounded once. y: [T, out], in the matrix's dtype
+        -> [T, in]."""
+        if y.stride(1) != 1:
+            y = y.contiguous()
+        out = torch.empty((y.shape[0], self.shape[1]), dtype=y.dtype)
+        self._library.turned_coded_linear(
+            out.data_ptr(),
+            y.data_ptr(),
+            ctypes.addressof(self._matrix),
+            DTYPE_CODES[self.dtype],
+            y.shape[0],
+            y.stride(0),
+            self.shape[1],
+            torch.get_num_threads(),
+        )
+        order = self._meaning.order
+        return out if order is None else torch.empty_like(out).index_copy_(1, order, out)
+
     def rows(self, ids: Tensor) -> Tensor:
         """The matrix's rows, to the bit what the codes it was packed from stand for. ids: int64 [T], each below the
         number of rows -> [T, in]."""

@@ -40,6 +40,8 @@ _ARGUMENTS: dict[str, Sequence[Any]] = {
     "graft_paged_attention": (_POINTER,) * 5 + (_LONG, _POINTER, _POINTER, _INT, _INT, _INT),
     "graft_request_tiles": (),
     "graft_rms_norm": (_POINTER,) * 3 + (_INT, _INT, _LONG, _LONG, _FLOAT, _INT),
+    "graft_turned_coded_linear": (_POINTER,) * 3 + (_INT,) + (_LONG,) * 3 + (_INT,),
+    "graft_turned_linear": (_POINTER,) * 3 + (_INT,) + (_LONG,) * 5 + (_INT,),
     "graft_unpack_rows": (_POINTER,) * 3 + (_INT, _LONG, _LONG, _INT),
     "graft_unpack_codes": (_POINTER,) * 3 + (_INT, _LONG, _LONG, _INT),
     "graft_write_kv": (_POINTER,) * 3 + (_INT,) + (_LONG,) * 5 + (_INT,),

@@ -52,6 +52,26 @@ class PackedMatrix:
         )
         return out
 
+    def turned_linear(self, y: Tensor) -> Tensor:
+        """y @ W, summed in float32 and rounded once. y: [T, out], in the matrix's dtype -> [T, in]."""
+        rows, columns = self.shape
+        if y.stride(1) != 1:
+            y = y.contiguous()
+        out = torch.empty((y.shape[0], columns), dtype=y.dtype)
+        self._library.turned_linear(
+            out.data_ptr(),
+            y.data_ptr(),
+            self._packed.data_ptr(),
+            self._code,
+            y.shape[0],
+            rows,
+            columns,
+            y.stride(0),
+            columns,
+            torch.get_num_threads(),
+        )
+        return out
+
     def rows(self, ids: Tensor) -> Tensor:
         """The matrix's own rows. ids: int64 [T], each below the number of rows -> [T, in]."""
         ids = ids.contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,10 +11,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from graftlm.layers.block import Block, run_block
-from graftlm.layers.patch import ModelPatch, Segment
 from graftlm.layers.step import DecoderStep
 from graftlm.models.decoder import Decoder
-from graftlm.training.packed_batch import PackedBatch, Targets
+from graftlm.training.packed_batch import PackedBatch, Targets, join
 
 # Logits that exist at a time: 16 MB in float32, of which a backward pass needs a few copies.
 CHUNK_ELEMENTS = 1 << 22
@@ -26,7 +26,7 @@ Slopes = Callable[[Tensor], Tensor]
 def document_losses(decoder: Decoder, packed: PackedBatch) -> list[Tensor]:
     """Of each share, its documents' negative log-probabilities: sums over their targets, [documents] float64."""
     hidden = decoder.hidden(packed.batch, packed.key_values)
-    return [_document_losses(decoder, hidden.index_select(0, targets.rows), targets) for targets in packed.targets]
+    return _by_share(_document_losses(decoder, hidden, join(packed.targets)), packed)
 
 
 def backward(
@@ -35,54 +35,67 @@ def backward(
     """Add to the parameters' gradients those of sum(slope * loss) over each share's documents; the losses, as
     `document_losses`.
 
-    The logits of a chunk are made, taken the gradient of, and dropped, before the next: what they leave behind is one
-    gradient as wide as the model per row. Nothing is computed twice, but for slopes that depend on the losses: the
-    logits are then made once before.
+    The logits of a chunk, which may be of several shares, are made, taken the gradient of, and dropped, before the
+    next: what they leave behind is one gradient as wide as the model per row. Nothing is computed twice, but for slopes
+    that depend on the losses: the logits are then made once before.
 
     Args:
         slopes: of each share; one number for all of its documents, or a function of its losses.
         recompute_layers: keep only each layer's input for the backward pass, and compute the layer again there.
     """
     hidden = decoder.hidden(packed.batch, packed.key_values, _recompute_block if recompute_layers else run_block)
-    losses, outputs, gradients = [], [], []
-    for targets, slope in zip(packed.targets, slopes, strict=True):
-        rows = hidden.index_select(0, targets.rows)
-        if callable(slope):
-            factors = slope(_document_losses(decoder, rows, targets))
-        else:
-            factors = torch.full((targets.num_documents,), slope, dtype=torch.float64, device=rows.device)
-        factors = factors[targets.documents]
-        gradient = torch.empty_like(rows, requires_grad=False)
-        total = rows.new_zeros(targets.num_documents, dtype=torch.float64)
-        for chunk in _chunks(decoder, targets):
-            leaf = rows.detach()[chunk].requires_grad_(rows.requires_grad)
-            loss = _token_losses(decoder, leaf, targets.token_ids[chunk], targets.patch)
-            # Of the graph only what made the patch is used again; the rest goes when `loss` does.
-            torch.autograd.backward((loss * factors[chunk].to(loss.dtype)).sum(), retain_graph=True)
-            if leaf.grad is not None:
-                gradient[chunk] = leaf.grad
-            total.index_add_(0, targets.documents[chunk], loss.detach().double())
-        losses.append(total)
-        if rows.requires_grad:
-            outputs.append(rows)
-            gradients.append(gradient)
-    if outputs:
-        torch.autograd.backward(outputs, gradients)
-    return losses
+    targets = join(packed.targets)
+    slope_of_document = torch.cat(
+        [
+            slope(_document_losses(decoder, hidden, own))
+            if callable(slope)
+            else torch.full((own.num_documents,), slope, dtype=torch.float64, device=hidden.device)
+            for own, slope in zip(packed.targets, slopes, strict=True)
+        ]
+    )
+    factors = slope_of_document[targets.documents]
+    rows = hidden.index_select(0, targets.rows)
+    gradient = torch.empty_like(rows, requires_grad=False)
+    total = rows.new_zeros(targets.num_documents, dtype=torch.float64)
+    for chunk in _chunks(decoder, targets):
+        leaf = rows.detach()[chunk].requires_grad_(rows.requires_grad)
+        logits = _logits(decoder, leaf, targets, chunk)
+        # Cross entropy's gradient is softmax less one at the target. Autograd would make three more such matrices.
+        slope = functional.log_softmax(logits.detach(), dim=1)
+        token_ids = targets.token_ids[chunk, None]
+        loss = -slope.gather(1, token_ids)[:, 0]
+        slope.exp_().scatter_add_(1, token_ids, slope.new_full(token_ids.shape, -1.0))
+        slope *= factors[chunk, None].to(slope.dtype)
+        # Of the graph only what made the patches is used again; the rest goes when `logits` does.
+        torch.autograd.backward(logits, slope, retain_graph=True)
+        del logits, slope
+        if leaf.grad is not None:
+            gradient[chunk] = leaf.grad
+        total.index_add_(0, targets.documents[chunk], loss.double())
+    if rows.requires_grad:
+        torch.autograd.backward(rows, gradient)
+    return _by_share(total, packed)
+
+
+def _by_share(losses: Tensor, packed: PackedBatch) -> list[Tensor]:
+    return list(torch.split(losses, [own.num_documents for own in packed.targets]))
 
 
 @torch.no_grad()
-def _document_losses(decoder: Decoder, rows: Tensor, targets: Targets) -> Tensor:
+def _document_losses(decoder: Decoder, hidden: Tensor, targets: Targets) -> Tensor:
+    rows = hidden.index_select(0, targets.rows)
     total = rows.new_zeros(targets.num_documents, dtype=torch.float64)
     for chunk in _chunks(decoder, targets):
-        loss = _token_losses(decoder, rows[chunk], targets.token_ids[chunk], targets.patch)
+        logits = _logits(decoder, rows[chunk], targets, chunk)
+        loss = functional.cross_entropy(logits, targets.token_ids[chunk], reduction="none")
         total.index_add_(0, targets.documents[chunk], loss.double())
     return total
 
 
 def _chunks(decoder: Decoder, targets: Targets) -> list[slice]:
     step = max(1, CHUNK_ELEMENTS // decoder.vocab_size)
-    return [slice(start, start + step) for start in range(0, len(targets.rows), step)]
+    count = len(targets.rows)
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def _recompute_block(block: Block, hidden: Tensor, step: DecoderStep) -> Tensor:
@@ -90,6 +103,15 @@ def _recompute_block(block: Block, hidden: Tensor, step: DecoderStep) -> Tensor:
     return result
 
 
-def _token_losses(decoder: Decoder, rows: Tensor, token_ids: Tensor, patch: ModelPatch) -> Tensor:
-    logits = decoder.logits(rows, [Segment(start=0, stop=len(rows), patch=patch)])
-    return functional.cross_entropy(logits, token_ids, reduction="none")
+def _logits(decoder: Decoder, rows: Tensor, targets: Targets, chunk: slice) -> Tensor:
+    """Of a chunk's rows, [chunk, E] -> [chunk, V]."""
+    segments = [
+        replace(
+            segment,
+            start=max(segment.start, chunk.start) - chunk.start,
+            stop=min(segment.stop, chunk.stop) - chunk.start,
+        )
+        for segment in targets.segments
+        if segment.start < chunk.stop and segment.stop > chunk.start
+    ]
+    return decoder.logits(rows, segments)

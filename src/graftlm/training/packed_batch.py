@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,19 +29,22 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """What a job learns from a batch: `rows` [n] int64, whose next tokens are `token_ids` [n] int64, of its documents
-    number `documents` [n] int64."""
+    """What is learnt from a batch.
 
-    patch: ModelPatch
+    rows: [n] int64, of the batch; token_ids: [n] int64, what follows each. documents: [n] int64, the number of the
+    document each belongs to. segments: of the n, those under one adapter.
+    """
+
     rows: Tensor
     token_ids: Tensor
     documents: Tensor
     num_documents: int
+    segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """targets: of each share, in order."""
+    """targets: of each share, in order, its documents counted from 0."""
 
     batch: RaggedBatch
     key_values: PackedKeyValues
@@ -78,11 +81,11 @@ def pack(shares: Sequence[Share], decoder: Decoder) -> PackedBatch:
         segments.append(Segment(start=first_row, stop=len(token_ids), patch=share.patch))
         targets.append(
             Targets(
-                patch=share.patch,
                 rows=_integers(rows, decoder.device),
                 token_ids=_integers(next_ids, decoder.device),
                 documents=_integers(numbers, decoder.device),
                 num_documents=len(share.documents),
+                segments=(Segment(start=0, stop=len(rows), patch=share.patch),),
             )
         )
     lens = _integers(document_lens, decoder.device)
@@ -97,6 +100,27 @@ def pack(shares: Sequence[Share], decoder: Decoder) -> PackedBatch:
     )
     key_values = PackedKeyValues(lengths, decoder.windows, decoder.device)
     return PackedBatch(batch=batch, key_values=key_values, targets=tuple(targets))
+
+
+def join(targets: Sequence[Targets]) -> Targets:
+    """Those of several shares as one; documents are counted on."""
+    documents: list[Tensor] = []
+    segments: list[Segment] = []
+    num_rows, num_documents = 0, 0
+    for own in targets:
+        documents.append(own.documents + num_documents)
+        segments += [
+            replace(segment, start=num_rows + segment.start, stop=num_rows + segment.stop) for segment in own.segments
+        ]
+        num_rows += len(own.rows)
+        num_documents += own.num_documents
+    return Targets(
+        rows=torch.cat([own.rows for own in targets]),
+        token_ids=torch.cat([own.token_ids for own in targets]),
+        documents=torch.cat(documents),
+        num_documents=num_documents,
+        segments=tuple(segments),
+    )
 
 
 def _integers(values: Sequence[int], device: torch.device) -> Tensor:

@@ -251,7 +251,7 @@ class PatchBuilder:
                 rank = lora_a.shape[0]
                 expands.append(
                     LoraExpand(
-                        matrix=self._exact(lora_b).t().contiguous(),
+                        matrix=_laid_out(self._exact(lora_b).t()),
                         out_start=site.start,
                         out_stop=site.stop,
                         rank_start=rank_start,
@@ -260,7 +260,7 @@ class PatchBuilder:
                 )
                 shrinks.append(self._exact(lora_a))
                 rank_start += rank
-        return LoraUpdate(shrink=torch.cat(shrinks).t().contiguous(), expands=tuple(expands))
+        return LoraUpdate(shrink=_laid_out(torch.cat(shrinks).t()), expands=tuple(expands))
 
     def _cast(self, tensor: Tensor) -> Tensor:
         """To the base's dtype: what replaces a tensor of the base is computed like it."""
@@ -269,3 +269,9 @@ class PatchBuilder:
     def _exact(self, tensor: Tensor) -> Tensor:
         """To float32 at least: PEFT, too, computes low-rank factors saved in 16 bits in float32."""
         return ops.widened(tensor.to(self._base.device))
+
+
+def _laid_out(factor: Tensor) -> Tensor:
+    """In the order that kernels read it in; but what is being trained is stale after one pass, and autograd would undo
+    the copy."""
+    return factor if factor.requires_grad else factor.contiguous()

@@ -43,7 +43,8 @@ def apply_patches(out: Tensor, x: Tensor, patched: Iterable[tuple[int, int, Line
     """
     updates = []
     for start, stop, patch in patched:
-        _override(out[start:stop], x[start:stop], patch.overrides)
+        if patch.overrides:
+            _override(out[start:stop], x[start:stop], patch.overrides)
         if patch.outputs:
             _transform(out[start:stop], x[start:stop], patch)
         elif patch.low_rank is not None:

@@ -75,7 +75,7 @@ class JobRun:
         self._num_worse = 0
         self.folder = Path(job.output).expanduser()
         self._optimizer = torch.optim.AdamW(
-            list(self.trainable.parameters.values()), lr=job.lr, weight_decay=job.weight_decay
+            list(self.trainable.parameters.values()), lr=job.lr, weight_decay=job.weight_decay, fused=True
         )
         make_folder(self.folder)
         self._log = MetricsLog(self.folder / METRICS_NAME)
@@ -225,7 +225,11 @@ class JobRun:
 
 def _clip(parameters: list[Tensor], max_norm: float) -> float:
     """Scale the gradients down to `max_norm`, if that is above 0; their norm before."""
-    return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm or math.inf))
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if 0 < max_norm < norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return float(norm)
 
 
 def _settings(job: TrainingJob, start: Start, base: BaseWeights, examples: tuple[Example, ...]) -> Mapping[str, Any]:

@@ -45,19 +45,24 @@ class LoraSegment(NamedTuple):
 
 def lora(out: Tensor, x: Tensor, segments: Iterable[LoraSegment]) -> None:
     """`ops.lora`."""
+    segments = tuple(segments)
+    if torch.is_grad_enabled():
+        factors = tuple(factor for segment in segments for factor in _factors(segment.update))
+        if any(tensor.requires_grad for tensor in (x, *factors)):
+            _DifferentiableLora.apply(out, x, segments, *factors)  # type: ignore[no-untyped-call]
+            return
     for segment in segments:
-        factors = (segment.update.shrink, *(expand.matrix for expand in segment.update.expands))
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *factors)):
-            rows = x.narrow(0, segment.start, segment.stop - segment.start)
-            _DifferentiableLora.apply(out, rows, segment, *factors)  # type: ignore[no-untyped-call]
-        else:
-            _add(out, x.narrow(0, segment.start, segment.stop - segment.start), segment)
+        _add(out, x, segment)
 
 
-def _add(out: Tensor, rows: Tensor, segment: LoraSegment) -> Tensor:
+def _factors(update: LoraUpdate) -> tuple[Tensor, ...]:
+    return update.shrink, *(expand.matrix for expand in update.expands)
+
+
+def _add(out: Tensor, x: Tensor, segment: LoraSegment) -> Tensor:
     """The shrunk rows, [rows, R]."""
     start, stop, update = segment
-    shrunk = torch.mm(rows.to(update.shrink.dtype), update.shrink)
+    shrunk = torch.mm(x.narrow(0, start, stop - start).to(update.shrink.dtype), update.shrink)
     out_rows = out.narrow(0, start, stop - start)
     for expand in update.expands:
         target = out_rows.narrow(1, expand.out_start, expand.out_stop - expand.out_start)
@@ -70,39 +75,50 @@ def _add(out: Tensor, rows: Tensor, segment: LoraSegment) -> Tensor:
 
 
 class _DifferentiableLora(torch.autograd.Function):
-    """One segment's update, with a backward of its own: torch would copy the whole gradient of `out` for every expand.
+    """All segments' updates, with a backward of their own: torch would copy the whole gradients of `out` and `x` for
+    every segment and expand.
 
-    Semantics: with g the gradient of the segment's rows of `out`: d matrix = shrunk.T @ g, u = g @ matrix.T,
-    d shrink = rows.T @ u, d rows = u @ shrink.T; `out`'s own gradient passes unchanged. Sums run over the segment's own
-    rows only, so no other segment can touch them.
+    Semantics: with g the gradient of a segment's rows of `out`: d matrix = shrunk.T @ g, u = g @ matrix.T,
+    d shrink = x.T @ u, d x = u @ shrink.T; `out`'s own gradient passes unchanged. Sums run over the segment's own
+    rows only, so no other segment can touch them. Gradients of factors are laid out as those of PEFT's matrices are,
+    of which the factors are transposed views.
     """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, rows: Tensor, segment: LoraSegment, *factors: Tensor) -> Tensor:
-        shrunk = _add(out, rows, segment)
+    def forward(ctx: Any, out: Tensor, x: Tensor, segments: tuple[LoraSegment, ...], *factors: Tensor) -> Tensor:
+        # Widened once for all segments; rows outside them come back with the bits they had.
+        exact, rows = out.to(factors[0].dtype), x.to(factors[0].dtype)
+        shrunk = [_add(exact, rows, segment) for segment in segments]
+        if exact is not out:
+            out.copy_(exact)
         ctx.mark_dirty(out)
-        ctx.segment = LoraSegment(segment.start, segment.stop, _spans(segment.update))
-        ctx.save_for_backward(rows, shrunk, *factors)
+        ctx.spans = [LoraSegment(segment.start, segment.stop, _spans(segment.update)) for segment in segments]
+        ctx.save_for_backward(x, *shrunk, *factors)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rows, shrunk, shrink, *matrices = ctx.saved_tensors
-        (gradient,) = gradients
-        start, stop, update = ctx.segment
-        own = gradient[start:stop].to(shrink.dtype)
-        shrunk_gradient = torch.zeros_like(shrunk)
-        matrix_gradients = []
-        for expand, matrix in zip(update.expands, matrices, strict=True):
-            columns = own[:, expand.out_start : expand.out_stop]
-            ranks = slice(expand.rank_start, expand.rank_stop)
-            shrunk_gradient[:, ranks] += columns @ matrix.t()
-            matrix_gradients.append(shrunk[:, ranks].t() @ columns)
-        rows_gradient = None
-        if ctx.needs_input_grad[1]:
-            rows_gradient = (shrunk_gradient @ shrink.t()).to(rows.dtype)
-        shrink_gradient = rows.to(shrink.dtype).t() @ shrunk_gradient
-        return gradient, rows_gradient, None, shrink_gradient, *matrix_gradients
+        x, *saved = ctx.saved_tensors
+        spans: list[LoraSegment] = ctx.spans
+        shrunk, factors = saved[: len(spans)], iter(saved[len(spans) :])
+        dtype = saved[-1].dtype
+        gradient, rows = gradients[0].to(dtype), x.to(dtype)
+        x_gradient = torch.zeros_like(rows) if ctx.needs_input_grad[1] else None
+        factor_gradients: list[Tensor] = []
+        for (start, stop, update), shrunk_rows in zip(spans, shrunk, strict=True):
+            shrink = next(factors)
+            own, own_rows = gradient.narrow(0, start, stop - start), rows.narrow(0, start, stop - start)
+            shrunk_gradient = torch.zeros_like(shrunk_rows)
+            matrix_gradients = []
+            for expand in update.expands:
+                columns = own.narrow(1, expand.out_start, expand.out_stop - expand.out_start)
+                ranks = expand.rank_start, expand.rank_stop - expand.rank_start
+                shrunk_gradient.narrow(1, *ranks).addmm_(columns, next(factors).t())
+                matrix_gradients.append(torch.mm(columns.t(), shrunk_rows.narrow(1, *ranks)).t())
+            factor_gradients += [torch.mm(shrunk_gradient.t(), own_rows).t(), *matrix_gradients]
+            if x_gradient is not None:
+                torch.mm(shrunk_gradient, shrink.t(), out=x_gradient.narrow(0, start, stop - start))
+        return gradients[0], None if x_gradient is None else x_gradient.to(x.dtype), None, *factor_gradients
 
 
 def _spans(update: LoraUpdate) -> LoraUpdate:

@@ -57,10 +57,12 @@ def make_embedding_loud(adapter: Path) -> None:
 
 
 def load(base: Path, adapter: Path, dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> peft.PeftModel:
+    """The base in a dtype, the adapter in float32, or in float64 too."""
     model = AutoModelForCausalLM.from_pretrained(
         base, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
     )
-    return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True, autocast_adapter_dtype=False).to(dtype)
+    model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    return model.double() if dtype == torch.float64 else model
 
 
 def summed_loss(model: torch.nn.Module, ids: Sequence[int], counts: Sequence[bool]) -> Tensor:
@@ -69,11 +71,29 @@ def summed_loss(model: torch.nn.Module, ids: Sequence[int], counts: Sequence[boo
     return functional.cross_entropy(logits[:-1], targets[1:], reduction="sum", ignore_index=-100)
 
 
+def padded_loss(model: torch.nn.Module, documents: Sequence[Ids]) -> float:
+    """Mean over the tokens that count, of one batch in which all documents have the longest one's length."""
+    longest = max(len(ids) for ids, _ in documents)
+    ids = torch.tensor([document + [0] * (longest - len(document)) for document, _ in documents])
+    mask = torch.tensor([[1] * len(document) + [0] * (longest - len(document)) for document, _ in documents])
+    labels = torch.full_like(ids, -100)
+    for row, (document, counts) in enumerate(documents):
+        labels[row, : len(document)] = torch.where(torch.tensor(counts), torch.tensor(document), -100)
+    loss: Tensor = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+    return loss.item()
+
+
 def train(
-    base: Path, adapter: Path, batches: Sequence[Sequence[Ids]], *, lr: float, weight_decay: float = 0.0
+    base: Path,
+    adapter: Path,
+    batches: Sequence[Sequence[Ids]],
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    dtype: torch.dtype = torch.float32,
 ) -> list[float]:
     """The loss of each update: a mean over the tokens of its batch."""
-    model = load(base, adapter)
+    model = load(base, adapter, dtype)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
     losses = []

@@ -62,6 +62,30 @@ def test_losses_are_those_of_peft_and_a_plain_loop(llama: Path, tmp_path: Path, 
     assert found[0]["tokens"] == sum(sum(counts) for _, counts in encoded[:4])
 
 
+def test_two_hundred_updates_in_bfloat16_keep_to_those_of_peft(llama: Path, tmp_path: Path) -> None:
+    """Both with float32 factors over a bfloat16 base."""
+    start = make_adapter(llama, tmp_path / "start", scale=0.05, target_modules=["q_proj", "down_proj"])
+    data = write_rows(tmp_path / "rows.jsonl", rows := completion_rows())
+    common: dict[str, Any] = {"lr": 1e-3, "schedule": "constant", "batch_size": 1, "shuffle": False}
+    train(llama, data=data, output=tmp_path / "out", init_adapter=start, steps=200, dtype="bfloat16", **common)
+    batches = [[encode_completion(llama, row)] for row in rows]
+    batches = list(itertools.islice(itertools.cycle(batches), 200))
+    expected = peft_loop.train(llama, start, batches, lr=1e-3, dtype=torch.bfloat16)
+    found = [line["loss"] for line in metrics(tmp_path / "out")]
+    # Of single documents of a few tokens, so over a round of them.
+    size = len(rows)
+    assert sum(found[-size:]) == pytest.approx(sum(expected[-size:]), rel=0.02)
+    assert sum(expected[-size:]) < 0.8 * sum(expected[:size])
+
+
+def test_a_packed_batch_has_the_loss_of_a_padded_one(llama: Path, tmp_path: Path) -> None:
+    start = make_adapter(llama, tmp_path / "start", scale=0.05, target_modules="all-linear")
+    data = write_rows(tmp_path / "rows.jsonl", rows := completion_rows())
+    train(llama, data=data, output=tmp_path / "out", init_adapter=start, steps=1, batch_size=len(rows), dtype="float32")
+    loss = peft_loop.padded_loss(peft_loop.load(llama, start), [encode_completion(llama, row) for row in rows])
+    assert metrics(tmp_path / "out")[0]["loss"] == pytest.approx(loss, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     "method",
     [

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from graftlm.checkpoint import open_checkpoint
 from graftlm.config import EngineConfig
 from graftlm.engine.base import Base, load_base
 from graftlm.errors import TrainingFailed
+from graftlm.models.build import build_decoder
 from graftlm.training import TrainingJob, train_together
 from graftlm.training.job import make_job
 from graftlm.training.job_run import JobRun
@@ -63,6 +66,17 @@ def test_four_jobs_together_have_the_losses_of_each_alone(tmp_path: Path, base: 
         assert len(alone) == STEPS
         assert together[name] == pytest.approx(alone, abs=2e-6)
     assert any(abs(losses[0] - losses[-1]) > 0.1 for losses in together.values())
+
+
+def test_four_jobs_together_in_float64_are_each_alone_to_the_eighth_digit(
+    llama: Path, tmp_path: Path, base: Base
+) -> None:
+    double = replace(
+        base, decoder=build_decoder(open_checkpoint(llama), dtype=torch.float64, device=torch.device("cpu"))
+    )
+    together = losses_of([run_of(job, double) for job in jobs(tmp_path, "together").values()], double)
+    for name, job in jobs(tmp_path, "alone").items():
+        assert together[name] == pytest.approx(losses_of([run_of(job, double)], double)[name], abs=1e-8)
 
 
 def test_a_job_that_joins_late_and_pauses_has_the_losses_it_has_alone(tmp_path: Path, base: Base) -> None:

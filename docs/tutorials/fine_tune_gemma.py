@@ -80,18 +80,21 @@ axes.grid(alpha=0.3)
 # ## The same losses as PEFT
 #
 # The loop that tutorials show, on the same rows in the same order: an adapter from PEFT, batches padded to their
-# longest row, AdamW. Graft starts from the adapter that PEFT has drawn, and each loss agrees to 1e-5.
+# longest row, AdamW. Graft starts from the adapter that PEFT has drawn, and in full precision each of twenty losses
+# agrees to 1e-5.
 
 # %%
-STEPS, BATCH, LR, LENGTH = 8, 4, 1e-3, 256
+STEPS, BATCH, LR, LENGTH = 20, 4, 1e-3, 256
 
-base = AutoModelForCausalLM.from_pretrained(gemma, dtype=torch.float32)
-model = peft.get_peft_model(base, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+model = peft.get_peft_model(
+    AutoModelForCausalLM.from_pretrained(gemma, dtype=torch.float32),
+    peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+)
 model.save_pretrained(scratch / "start")
 
-same = {"data": rows, "init_adapter": scratch / "start", "steps": STEPS, "lr": LR, "schedule": "constant"}
-same |= {"shuffle": False, "max_length": LENGTH, "dtype": "float32"}
-packed = train(gemma, output=scratch / "packed", batch_size=BATCH, **same)
+same = {"data": rows, "init_adapter": scratch / "start", "lr": LR, "schedule": "constant", "shuffle": False}
+same |= {"max_length": LENGTH, "dtype": "float32"}
+packed = train(gemma, output=scratch / "packed", batch_size=BATCH, steps=STEPS, **same)
 
 # %%
 tokenizer = AutoTokenizer.from_pretrained(gemma)
@@ -113,21 +116,41 @@ def padded_batch(lines):
     return pad(ids, batch_first=True), mask, pad(labels, batch_first=True, padding_value=-100)
 
 
-optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=LR, weight_decay=0)
-lines = rows.read_text().splitlines()
-expected = []
-for step in range(STEPS):
-    ids, mask, labels = padded_batch(lines[step * BATCH : (step + 1) * BATCH])
-    loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    expected.append(loss.item())
+def padded_loop(model, data, steps, batch):
+    """The losses of PEFT's model."""
+    parameters = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=LR, weight_decay=0)
+    lines = data.read_text().splitlines()
+    found = []
+    for step in range(steps):
+        ids, mask, labels = padded_batch(lines[step * batch : (step + 1) * batch])
+        loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
 
+
+expected = padded_loop(model, rows, STEPS, BATCH)
 worst = max(abs(ours - theirs) for ours, theirs in zip(losses(packed.folder), expected, strict=True))
 print(f"{STEPS} steps, largest difference below 1e-5: {worst < 1e-5}")
 assert worst < 1e-5
+
+# %% [markdown]
+# In bfloat16 no two programs round alike. Two hundred steps later the losses are still within two in a hundred of each
+# other.
+
+# %%
+short = DATA / "triage.jsonl"
+half = train(gemma, output=scratch / "half", batch_size=2, steps=200, **{**same, "data": short, "dtype": "bfloat16"})
+model = peft.PeftModel.from_pretrained(
+    AutoModelForCausalLM.from_pretrained(gemma, dtype=torch.bfloat16), scratch / "start", is_trainable=True
+)
+ours, theirs = (sum(curve[-20:]) / 20 for curve in (losses(half.folder), padded_loop(model, short, 200, 2)))
+print(f"loss of the last 20 of 200 steps within 2 %: {abs(ours - theirs) < 0.02 * theirs}")
+assert abs(ours - theirs) < 0.02 * theirs
 
 # %% [markdown]
 # ## Packed, or one by one
@@ -136,10 +159,10 @@ assert worst < 1e-5
 # mean over all tokens of the four, not a mean of four means.
 
 # %%
-one_by_one = train(gemma, output=scratch / "one-by-one", batch_size=1, accumulate=BATCH, **same)
-worst = max(abs(a - b) for a, b in zip(losses(packed.folder), losses(one_by_one.folder), strict=True))
-print(f"largest difference below 2e-6: {worst < 2e-6}")
-assert worst < 2e-6
+one_by_one = train(gemma, output=scratch / "one-by-one", batch_size=1, accumulate=BATCH, steps=8, **same)
+worst = max(abs(a - b) / b for a, b in zip(losses(packed.folder), losses(one_by_one.folder), strict=False))
+print(f"largest difference below 1e-6 of the loss: {worst < 1e-6}")
+assert worst < 1e-6
 
 # %% [markdown]
 # ## Serve it, in this process
@@ -168,10 +191,11 @@ assert difference <= 1e-4 * (1 + reference.abs().max())
 #
 # `quantization="nf4"` freezes the base in four bits (QLoRA), `"int8"` in eight; `dtype="bfloat16"` holds what is not
 # quantised in sixteen. The adapter's own weights are float32 always. The loss is to be compared down the column: each
-# step has other rows. Milliseconds are of the machine this ran on, loading included; a small model gains nothing.
+# step has other rows. Times are of the machine this ran on, loading included; a small model gains nothing.
 
 # %%
-print("base      loss of step 1   of step 8   ms per step")
+print("base      loss of step 1   of step 4   ms per step   tokens per second")
+tokens = int(padded_batch(rows.read_text().splitlines()[: 4 * BATCH])[1].sum())
 for label, options in {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -179,8 +203,8 @@ for label, options in {
     "nf4": {"dtype": "bfloat16", "quantization": "nf4"},
 }.items():
     begun = time.perf_counter()
-    job = train(gemma, **{**same, **options}, output=scratch / label, batch_size=BATCH)
+    job = train(gemma, **{**same, **options}, output=scratch / label, batch_size=BATCH, steps=4)
     seconds = time.perf_counter() - begun
     found = losses(job.folder)
     assert abs(found[0] - expected[0]) < 0.05 * expected[0]
-    print(f"{label:8} {found[0]:>13.2f} {found[-1]:>12.2f} {1000 * seconds / STEPS:>12.0f}")
+    print(f"{label:8} {found[0]:>15.2f} {found[-1]:>11.2f} {250 * seconds:>13.0f} {tokens / seconds:>19.0f}")

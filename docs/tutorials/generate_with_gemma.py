@@ -13,7 +13,7 @@
 # %% [markdown]
 # # Generate with Gemma
 #
-# One workload, computed in seven ways, from transformers' padded batch to four adapters mixed in one. No row prints a
+# One workload, computed in ten ways, from transformers' padded batch to four adapters mixed in one. No row prints a
 # time before its answers are checked: in full precision they have to be the tokens that transformers computes for
 # each prompt alone; in four or eight bits, the logits must be no farther from full precision than those of
 # bitsandbytes.
@@ -135,6 +135,7 @@ measure("transformers, padded batch", lambda: padded(model), expected)
 # ## Graft, a step at a time
 #
 # * *one by one* leaves out padding and batches alike;
+# * *padded* lets every row go on for as many steps as the longest answer takes, as a static batch does;
 # * *ragged* packs all sequences without padding; each holds one block of cache as long as the context, as a static
 #   cache would;
 # * *paged* gives out blocks of 16 tokens as they are needed: the same answers from less memory;
@@ -156,14 +157,23 @@ def answers(llm, adapter=None):
     return [without_end(list(output.outputs[0].token_ids)) for output in outputs]
 
 
-for label, options in {
-    "Graft, one by one": {"max_num_seqs": 1},
-    "Graft, ragged batch": {"block_size": context},
-    "  + paged": {},
-    "  + prefix cache": {"prefix_cache": True},
-}.items():
+def padded_answers(llm):
+    longest = SamplingParams(max_tokens=max(lengths), temperature=0, ignore_eos=True)
+    outputs = llm.generate(requests, longest)
+    return [
+        without_end(list(output.outputs[0].token_ids)[:length]) for output, length in zip(outputs, lengths, strict=True)
+    ]
+
+
+for label, options, compute in (
+    ("Graft, one by one", {"max_num_seqs": 1}, answers),
+    ("Graft, padded batch", {"block_size": context}, padded_answers),
+    ("Graft, ragged batch", {"block_size": context}, answers),
+    ("  + paged", {}, answers),
+    ("  + prefix cache", {"prefix_cache": True}, answers),
+):
     llm = engine(**options)
-    measure(label, lambda llm=llm: answers(llm), expected)
+    measure(label, lambda llm=llm, compute=compute: compute(llm), expected)
     llm.shutdown()
 
 held = sum(-(-(len(prompt) + len(answer)) // 16) * 16 for prompt, answer in zip(prompts, expected, strict=True))

@@ -159,6 +159,18 @@ def test_shown_documents_have_all_their_tokens(llama: Path, tmp_path: Path) -> N
     assert (code, output.strip()) == (0, "a|b|c|d|</s>|")
 
 
+def test_shown_documents_have_what_is_learnt_in_green(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setitem(WIDE, "TERM", "xterm")
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "c"}])
+    code, output = run(llama, "--data", data, "--output", tmp_path / "out", "--show", 1)
+    assert code == 0
+    dim, green, bar = "\x1b[2m", "\x1b[1;32m", "\x1b[2;34m|\x1b[0m"
+    assert output.strip() == f"{dim}a\x1b[0m{bar}{green}c\x1b[0m{bar}{green}</s>\x1b[0m{bar}"
+
+
 def test_wrong_data_end_with_one_line_and_exit_code_two(llama: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", [{"text": ""}])
     code, output = run(llama, "--data", data, "--output", tmp_path / "out")

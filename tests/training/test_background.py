@@ -117,5 +117,6 @@ def test_what_has_not_ended_is_saved_and_goes_on(base: Base, tmp_path: Path) -> 
     trainer.save()
     job = stopped.job
     resumed = start_run(prepare_job(job, base, "base"), base, resume=True)
-    assert resumed.step == 1
+    assert (resumed.step, resumed.num_tokens) == (1, stopped.num_tokens)
     assert losses_of(Trainer(base.decoder), resumed) == pytest.approx(expected[1:], abs=2e-6)
+    assert resumed.num_tokens == straight.num_tokens

@@ -64,6 +64,20 @@ def test_a_parquet_file_has_the_documents_of_its_rows(tokenizer: Tokenizer, tmp_
         load(tmp_path / "absent.parquet", tokenizer)
 
 
+def test_a_data_set_in_the_hubs_layout_has_its_splits(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Read from a folder, which `datasets` takes for a repository of the hub's."""
+    folder = tmp_path / "org" / "name"
+    (folder / "data").mkdir(parents=True)
+    rows: dict[str, list[dict[str, Any]]] = {"train": [{"text": "ab"}, {"text": "cd"}], "validation": [{"text": "ef"}]}
+    for split, split_rows in rows.items():
+        datasets.Dataset.from_list(split_rows).to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
+    for suffix, split in (("", "train"), (":train", "train"), (":validation", "validation")):
+        expected = load(write_rows(tmp_path / "rows.jsonl", rows[split]), tokenizer)
+        assert load(Path(f"hub:{folder}{suffix}"), tokenizer) == expected
+    with pytest.raises(TrainingDataError, match=r"cannot be read; got: .*test"):
+        load(Path(f"hub:{folder}:test"), tokenizer)
+
+
 def test_what_follows_the_closing_token_is_not_learnt(tokenizer: Tokenizer) -> None:
     document = encode_row({"messages": CHAT}, tokenizer.with_chat_template(QWEN_LIKE))
     assert learnt_text(document, tokenizer) == "hello</s>ciao\n</s>"

@@ -18,11 +18,12 @@ from graftlm.training.output import CHECKPOINT_NAME
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """settings: what the job was started with, and on which base. step: updates made. optimizer: AdamW's state.
-    best_loss, num_worse: of the measurements so far."""
+    """settings: what the job was started with, and on which base. step: updates made. num_tokens: of their documents.
+    optimizer: AdamW's state. best_loss, num_worse: of the measurements so far."""
 
     settings: Mapping[str, Any]
     step: int
+    num_tokens: int
     parameters: Mapping[str, Tensor]
     optimizer: Mapping[str, Any]
     best_loss: float | None

@@ -61,7 +61,7 @@ class JobRun:
         self.held_out = held_out
         self.trainable = TrainableAdapter(start, base, seed=job.seed)
         self.step = 0
-        # Of the documents of all updates since the start or the resumption.
+        # Of the documents of all updates.
         self.num_tokens = 0
         self.state: State = "running"
         self.failure: str | None = None
@@ -185,6 +185,7 @@ class JobRun:
             Checkpoint(
                 settings=self._settings,
                 step=self.step,
+                num_tokens=self.num_tokens,
                 parameters={name: tensor.detach() for name, tensor in self.trainable.parameters.items()},
                 optimizer=self._optimizer.state_dict(),
                 best_loss=self._best_loss,
@@ -218,7 +219,7 @@ class JobRun:
             for name, parameter in self.trainable.parameters.items():
                 parameter.copy_(checkpoint.parameters[name])
         self._optimizer.load_state_dict(dict(checkpoint.optimizer))
-        self.step = checkpoint.step
+        self.step, self.num_tokens = checkpoint.step, checkpoint.num_tokens
         self._best_loss, self._num_worse = checkpoint.best_loss, checkpoint.num_worse
         self._log.rewind(checkpoint.step)
 

@@ -15,6 +15,7 @@ from graftlm.config import EngineConfig
 from graftlm.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from graftlm.routing.costs import StepCosts
     from graftlm.workload import Measurement, Workload
 
 DEFAULT_REQUESTS = 32
@@ -54,6 +55,12 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw tokens per second against the batch size.")
     ] = None,
+    costs_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--costs", metavar="FILE", help="Write what a step takes, for graft simulate; needs adapters to run."
+        ),
+    ] = None,
     engine: dict[str, Any],
 ) -> None:
     """Measure how fast a model answers on this machine.
@@ -62,9 +69,10 @@ def bench(
     machine's limits are measured: a streaming read, and a large product in the model's dtype.
     """
     from graftlm.cli.bench_report import check_can_plot, print_table, write_json, write_plot
+    from graftlm.cli.costs_file import write_costs
     from graftlm.workload import Workload
 
-    for path in (json_file, plot):
+    for path in (json_file, plot, costs_file):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigurationError("the folder to write into does not exist", got=path.parent)
     if plot is not None:
@@ -72,6 +80,8 @@ def bench(
     random_names = [f"random-{index}" for index in range(random_adapters)]
     if taken := sorted(engine["adapters"].keys() & set(random_names)):
         raise ConfigurationError("a random adapter has this name", got=taken[0], do="give yours another")
+    if costs_file is not None and not (engine["adapters"] or random_names):
+        raise ConfigurationError("--costs are of adapters too", do="give --random-adapters 8, or --adapter")
     workloads = [
         Workload(
             num_requests=size,
@@ -85,8 +95,11 @@ def bench(
     with tempfile.TemporaryDirectory(prefix="graft-bench-") as folder:
         paths = {name: Path(folder) / name for name in random_names}
         _write_adapters(paths.values(), model, rank=rank, seed=seed)
-        measured = _measure(model, {**engine, "adapters": {**engine["adapters"], **paths}}, workloads, repeats)
+        options = {**engine, "adapters": {**engine["adapters"], **paths}}
+        measured, costs = _measure(model, options, workloads, repeats, with_costs=costs_file is not None)
     print_table(measured)
+    if costs_file is not None and costs is not None:
+        write_costs(costs, costs_file, measured=f"{measured.model}, {measured.dtype}, kernels {measured.kernels}")
     if json_file is not None:
         write_json(measured, json_file)
     if plot is not None:
@@ -122,13 +135,19 @@ def _write_adapters(folders: Collection[Path], model: str, *, rank: int, seed: i
         write_random_adapter(folder, sites, rank=rank, seed=seed + index)
 
 
-def _measure(model: str, options: Mapping[str, Any], workloads: Sequence[Workload], repeats: int) -> Measurement:
+def _measure(
+    model: str, options: Mapping[str, Any], workloads: Sequence[Workload], repeats: int, *, with_costs: bool
+) -> tuple[Measurement, StepCosts | None]:
     from graftlm.engine.engine import Engine
-    from graftlm.workload import measure_workloads
+    from graftlm.workload import measure_costs, measure_workloads
 
     # A prompt that comes again has to be computed again.
     engine = Engine(EngineConfig(model=model, prefix_cache=False, **options))
     try:
-        return measure_workloads(engine, workloads, repeats=repeats)
+        measured = measure_workloads(engine, workloads, repeats=repeats)
+        if not with_costs:
+            return measured, None
+        adapter = Path(next(iter(options["adapters"].values())))
+        return measured, measure_costs(engine, adapter, prompt_tokens=workloads[0].prompt_tokens)
     finally:
         engine.close()

@@ -19,6 +19,7 @@ from graftlm.cli.keys import keys
 from graftlm.cli.merge import merge
 from graftlm.cli.quantize import quantize
 from graftlm.cli.serve import serve
+from graftlm.cli.simulate import simulate
 from graftlm.cli.train import train
 from graftlm.errors import GraftError
 
@@ -53,6 +54,7 @@ app.command()(merge)
 app.command()(quantize)
 app.command()(train)
 app.command()(bench)
+app.command()(simulate)
 app.command()(demo)
 app.command()(doctor)
 app.add_typer(keys, name="keys")

@@ -128,14 +128,13 @@ class ReplicaGroup:
         self._homes = AdapterHomes()
         self._prefixes = PrefixIndex()
         self._policy = ExpectedCompletion(clock=time.monotonic, homes=self._homes, prefixes=self._prefixes)
-        self._num_started = 0
         self.num_lost = 0
         self._closing = threading.Event()
         self._handles: set[ReplicaHandle] = set()
         first: SimpleQueue[Exception | None] = SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._keep, args=(first,), name=f"graft-replica-{index}", daemon=True)
-            for index in range(config.num_replicas)
+            threading.Thread(target=self._keep, args=(f"replica-{number}", first), daemon=True)
+            for number in range(1, config.num_replicas + 1)
         ]
         for thread in self._threads:
             thread.start()
@@ -163,7 +162,9 @@ class ReplicaGroup:
     def ended(self, member: Member) -> None:
         """A request that went to a replica is over."""
         with self._lock:
-            self._table.ended(member.handle.id)
+            # Not on the account of the one that is in its place.
+            if self._members.get(member.handle.id) is member:
+                self._table.ended(member.handle.id)
 
     def close(self) -> None:
         """End all replicas, and the pool. May be called twice."""
@@ -176,10 +177,11 @@ class ReplicaGroup:
             thread.join()
         self._pool.close()
 
-    def _keep(self, first: SimpleQueue[Exception | None]) -> None:
-        """A replica's thread: start it, listen to it, start another. first: told how the first start went."""
+    def _keep(self, replica_id: str, first: SimpleQueue[Exception | None]) -> None:
+        """A replica's thread: start it, listen to it, start another in its place. With the same id, the same adapters
+        belong to that one. first: told how the first start went."""
         is_first, (wait, longest) = True, RETRY_SECONDS
-        while (handle := self._start()) is not None:
+        while (handle := self._start(replica_id)) is not None:
             try:
                 member = self._load(handle)
             except Exception as error:
@@ -198,13 +200,12 @@ class ReplicaGroup:
             finally:
                 self._end(handle)
 
-    def _start(self) -> ReplicaHandle | None:
+    def _start(self, replica_id: str) -> ReplicaHandle | None:
         """A new process; None once the set is closed."""
         with self._lock:
             if self._closing.is_set():
                 return None
-            self._num_started += 1
-            handle = self._pool.start(f"replica-{self._num_started}")
+            handle = self._pool.start(replica_id)
             self._handles.add(handle)
             return handle
 

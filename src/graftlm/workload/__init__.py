@@ -6,6 +6,7 @@ from graftlm.workload.measurement import MeasuredWorkload, Measurement, measure_
 from graftlm.workload.model_cost import ModelCost
 from graftlm.workload.random_adapter import write_random_adapter
 from graftlm.workload.run import Step, WorkloadRun, run_workload
+from graftlm.workload.step_costs import measure_costs
 from graftlm.workload.workload import Workload
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Step",
     "Workload",
     "WorkloadRun",
+    "measure_costs",
     "measure_limits",
     "measure_workloads",
     "median_figures",

@@ -15,7 +15,7 @@ template <int A> Vec activated(Vec x) {
 }
 
 template <typename T, int A> void activate(T *out, const T *x, int64_t count, int threads) {
-    parallel((count + kLanes - 1) / kLanes, threads_for(count, threads), [=](int64_t start, int64_t stop) {
+    parallel((count + kLanes - 1) / kLanes, threads_for(count * kActivationWork, threads), [=](int64_t start, int64_t stop) {
         for (int64_t c = start * kLanes; c < std::min(stop * kLanes, count); c += kLanes) {
             int some = int(std::min<int64_t>(count - c, kLanes));
             store_some(out + c, activated<A>(load_some(x + c, some)), some);
@@ -24,7 +24,7 @@ template <typename T, int A> void activate(T *out, const T *x, int64_t count, in
 }
 
 template <typename T, int A> void gate(T *out, const T *gate_up, int64_t rows, int64_t columns, int threads) {
-    parallel(rows, threads_for(rows * columns, threads), [=](int64_t start, int64_t stop) {
+    parallel(rows, threads_for(rows * columns * kActivationWork, threads), [=](int64_t start, int64_t stop) {
         for (int64_t row = start; row < stop; row++) {
             const T *gates = gate_up + row * 2 * columns, *ups = gates + columns;
             for (int64_t c = 0; c < columns; c += kLanes) {

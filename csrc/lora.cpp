@@ -1,33 +1,14 @@
 // Low-rank updates of many adapters at once, each over its own rows.
+#include <type_traits>
 #include <vector>
 
 #include "graft.h"
+#include "lora.h"
+#include "lora_tiles.h"
 #include "parallel.h"
 #include "simd.h"
 
 namespace graft {
-
-// Of one expand: columns [out_start, out_stop) get shrunk columns [rank_start, rank_stop) times `matrix`.
-struct Expand {
-    const void *matrix;  // [rank_stop - rank_start, out_stop - out_start]
-    int64_t stride;
-    int64_t out_start, out_stop, rank_start, rank_stop;
-};
-
-// Of one adapter. In memory: these fields, then `num_expands` of the above.
-struct Update {
-    const void *shrink;  // [in, rank]
-    int64_t stride;
-    int64_t rank;
-    int64_t dtype;  // of all matrices
-    int64_t num_expands;
-    const Expand *expands() const { return reinterpret_cast<const Expand *>(this + 1); }
-};
-
-struct Segment {
-    int64_t start, stop;
-    const Update *update;
-};
 
 namespace {
 
@@ -133,9 +114,23 @@ template <typename M, typename O> void expand(const Item &item, O *out, int64_t 
     for (; r < item.rows; r++) expand_rows<M, 1>(item, out, out_stride, r);
 }
 
+#if defined(__AMX_BF16__)
+typedef TiledUpdates Tiles;
+#else
+// There are none.
+struct Tiles {
+    static bool takes(const Segment &) { return false; }
+    Tiles(int64_t, int64_t) {}
+    void add(const Segment &) {}
+    template <typename O> void compute(O *, const bf16 *, int64_t, int64_t) {}
+};
+#endif
+
 template <typename O, typename X>
 void lora(O *out, const X *x, const Segment *segments, int64_t num_segments, int64_t depth, int64_t width,
-          int64_t x_stride, int64_t out_stride, int threads) {
+          int64_t x_stride, int64_t out_stride, bool by_row, int threads) {
+    constexpr bool kHasTiles = std::is_same<X, bf16>::value;
+    Tiles tiles(depth, width);
     int64_t size = 0, work = 0;
     for (int64_t s = 0; s < num_segments; s++) {
         int64_t ranks = (segments[s].stop - segments[s].start) * segments[s].update->rank;
@@ -147,6 +142,10 @@ void lora(O *out, const X *x, const Segment *segments, int64_t num_segments, int
     float *shrunk = scratch.data();
     for (int64_t s = 0; s < num_segments; s++) {
         const Update *update = segments[s].update;
+        if (kHasTiles && !by_row && Tiles::takes(segments[s])) {
+            tiles.add(segments[s]);
+            continue;
+        }
         for (int64_t row = segments[s].start; row < segments[s].stop; row += kRows) {
             int64_t rows = std::min(kRows, segments[s].stop - row);
             for (int64_t column = 0; column < update->rank; column += kRanks)
@@ -176,6 +175,7 @@ void lora(O *out, const X *x, const Segment *segments, int64_t num_segments, int
             else
                 expand<bf16>(item, out, out_stride);
         }
+        if constexpr (kHasTiles) tiles.compute(out, x, x_stride, out_stride);
     }
 }
 
@@ -185,17 +185,18 @@ void lora(O *out, const X *x, const Segment *segments, int64_t num_segments, int
 using namespace graft;
 
 // out [T, width] += (x [T, depth] @ shrink) @ matrix for every expand of every segment. Sums are float32; each element
-// is rounded once per expand, together with what was there. Segments are disjoint.
+// is rounded once per expand, together with what was there. Segments are disjoint; two expands of an update add to the
+// same columns, or to none in common. by_row: whether a row gets the same bits in a segment of any length.
 GRAFT_API void graft_lora(void *out, const void *x, const void *segments, int64_t num_segments, int out_dtype,
                           int x_dtype, int64_t depth, int64_t width, int64_t x_stride, int64_t out_stride,
-                          int threads) {
+                          int by_row, int threads) {
     auto *list = (const Segment *)segments;
     if (out_dtype == 0 && x_dtype == 0)
-        lora((float *)out, (const float *)x, list, num_segments, depth, width, x_stride, out_stride, threads);
+        lora((float *)out, (const float *)x, list, num_segments, depth, width, x_stride, out_stride, by_row != 0, threads);
     else if (out_dtype == 0)
-        lora((float *)out, (const bf16 *)x, list, num_segments, depth, width, x_stride, out_stride, threads);
+        lora((float *)out, (const bf16 *)x, list, num_segments, depth, width, x_stride, out_stride, by_row != 0, threads);
     else if (x_dtype == 0)
-        lora((bf16 *)out, (const float *)x, list, num_segments, depth, width, x_stride, out_stride, threads);
+        lora((bf16 *)out, (const float *)x, list, num_segments, depth, width, x_stride, out_stride, by_row != 0, threads);
     else
-        lora((bf16 *)out, (const bf16 *)x, list, num_segments, depth, width, x_stride, out_stride, threads);
+        lora((bf16 *)out, (const bf16 *)x, list, num_segments, depth, width, x_stride, out_stride, by_row != 0, threads);
 }

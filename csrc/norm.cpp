@@ -27,7 +27,7 @@ void rms_norm_row(T *out, const T *x, const W *weight, int64_t columns, float ep
 
 template <typename T, typename W>
 void rms_norm(T *out, const T *x, const W *weight, int64_t rows, int64_t columns, float eps, int threads) {
-    parallel(rows, threads_for(rows * columns, threads), [=](int64_t start, int64_t stop) {
+    parallel(rows, threads_for(rows * columns * kNormWork, threads), [=](int64_t start, int64_t stop) {
         for (int64_t row = start; row < stop; row++)
             rms_norm_row(out + row * columns, x + row * columns, weight, columns, eps);
     });
@@ -60,7 +60,7 @@ void layer_norm_row(T *out, const T *x, const T *weight, const T *bias, int64_t 
 template <typename T>
 void layer_norm(T *out, const T *x, const T *weight, const T *bias, int64_t rows, int64_t columns, float eps,
                 int threads) {
-    parallel(rows, threads_for(rows * columns, threads), [=](int64_t start, int64_t stop) {
+    parallel(rows, threads_for(rows * columns * kNormWork, threads), [=](int64_t start, int64_t stop) {
         for (int64_t row = start; row < stop; row++)
             layer_norm_row(out + row * columns, x + row * columns, weight, bias, columns, eps);
     });

@@ -135,16 +135,19 @@ const typename Work<T>::Type *readable(std::vector<typename Work<T>::Type> &scra
 }
 
 #if defined(__AMX_BF16__)
-// Tiles 0 to 3 = rows of x by panels: `top` and, if `lower`, `bottom` by `first` and, if `two`, `second`. `columns` of them,
-// a multiple of kDepth; `bytes` from one row of x to the next. Tiles 4 to 7 are used.
-inline void sum_tiles(const bf16 *top, const bf16 *bottom, int64_t bytes, const bf16 *first, const bf16 *second,
-                      int64_t columns, bool two, bool lower) {
+inline void zero_tiles(bool lower) {
     _tile_zero(0);
     _tile_zero(1);
     if (lower) {
         _tile_zero(2);
         _tile_zero(3);
     }
+}
+
+// Tiles 0 to 3 += rows of x by panels: `top` and, if `lower`, `bottom` by `first` and, if `two`, `second`. `columns` of
+// them, a multiple of kDepth; `bytes` from one row of x to the next. Tiles 4 to 7 are used.
+inline void add_tiles(const bf16 *top, const bf16 *bottom, int64_t bytes, const bf16 *first, const bf16 *second,
+                      int64_t columns, bool two, bool lower) {
     for (int64_t k = 0; k < columns; k += kDepth) {
         _tile_loadd(6, first + k * kPanel, 64);
         _tile_loadd(4, top + k, bytes);
@@ -159,6 +162,13 @@ inline void sum_tiles(const bf16 *top, const bf16 *bottom, int64_t bytes, const 
             if (two) _tile_dpbf16ps(3, 5, 7);
         }
     }
+}
+
+// The same from zero.
+inline void sum_tiles(const bf16 *top, const bf16 *bottom, int64_t bytes, const bf16 *first, const bf16 *second,
+                      int64_t columns, bool two, bool lower) {
+    zero_tiles(lower);
+    add_tiles(top, bottom, bytes, first, second, columns, two, lower);
 }
 #endif
 

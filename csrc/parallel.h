@@ -23,8 +23,11 @@ template <typename Body> void parallel(int64_t count, int threads, const Body &b
     }
 }
 
-// Work below this many multiplications is not worth waking a second thread for.
-constexpr int64_t kForkWork = 1 << 14;
+// Work below this many multiplications, some microseconds of it, is not worth waking a second thread for: waking one
+// costs as much, and on a busy machine it may have to wait for its turn.
+constexpr int64_t kForkWork = 1 << 18;
+// What an element of these costs in multiplications of a product.
+constexpr int64_t kNormWork = 4, kActivationWork = 16, kRotaryWork = 4;
 
 inline int threads_for(int64_t work, int threads) { return work < kForkWork ? 1 : threads; }
 

@@ -8,7 +8,7 @@ namespace {
 template <typename T>
 void rotate(T *out, const T *x, const T *cos, const T *sin, int64_t tokens, int64_t heads, int64_t head_dim,
             int64_t half, int64_t token_stride, int64_t head_stride, int threads) {
-    parallel(tokens, threads_for(tokens * heads * head_dim, threads), [=](int64_t start, int64_t stop) {
+    parallel(tokens, threads_for(tokens * heads * head_dim * kRotaryWork, threads), [=](int64_t start, int64_t stop) {
         for (int64_t token = start; token < stop; token++)
             for (int64_t head = 0; head < heads; head++) {
                 const T *from = x + token * token_stride + head * head_stride;

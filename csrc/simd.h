@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
 namespace graft {
 
 #if defined(__AVX512F__)
@@ -64,7 +68,12 @@ inline Vec load(const bf16 *from) {
 }
 inline void store(float *to, Vec value) { std::memcpy(to, &value, sizeof value); }
 inline void store(bf16 *to, Vec value) {
+#if defined(__AVX512BF16__)
+    // As below, but that numbers under 2^-126 become zero.
+    __m256bh halves = _mm512_cvtneps_pbh((__m512)value);
+#else
     HalfVec halves = __builtin_convertvector(rounded_bits(value), HalfVec);
+#endif
     std::memcpy(to, &halves, sizeof halves);
 }
 

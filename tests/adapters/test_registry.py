@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load, save_file
+from safetensors.torch import load, load_file, save_file
 
 from graftlm import LLM
 from graftlm.adapters import Adapter, AdapterRegistry
@@ -134,6 +134,25 @@ def test_adapters_given_at_the_start_answer_at_once(llama: Path, good: Path, oth
     llm = LLM(llama, kv_cache_bytes=1 << 20, adapters={"good": good, "other": str(other)})
     assert list(llm.adapters) == ["good", "other"]
     assert_close(llm.logits(PROMPT, adapter="other"), oracle.logits(PROMPT, other))
+
+
+def test_factors_saved_in_bfloat16_take_half_the_memory_and_say_the_same(
+    llama: Path, tmp_path: Path, good: Path, oracle: Oracle
+) -> None:
+    def rounded(name: str, dtype: torch.dtype) -> Path:
+        folder = Path(shutil.copytree(good, tmp_path / name))
+        tensors = load_file(folder / "adapter_model.safetensors")
+        halves = {key: tensor.bfloat16().to(dtype) for key, tensor in tensors.items()}
+        save_file(halves, folder / "adapter_model.safetensors")
+        return folder
+
+    paths = {"half": rounded("half", torch.bfloat16), "same": rounded("same", torch.float32), "exact": good}
+    llm = LLM(llama, kv_cache_bytes=1 << 20, adapters=paths)
+    sizes = {name: adapter.num_bytes for name, adapter in llm.adapters.items()}
+    assert sizes == {"half": GOOD_BYTES // 2, "same": GOOD_BYTES // 2, "exact": GOOD_BYTES}
+    assert_close(llm.logits(PROMPT, adapter="half"), oracle.logits(PROMPT, paths["half"]))
+    assert torch.equal(llm.logits(PROMPT, adapter="half"), llm.logits(PROMPT, adapter="same"))
+    assert_close(llm.logits(PROMPT, adapter={"half": 0.25, "same": 0.75}), llm.logits(PROMPT, adapter="half"))
 
 
 def test_what_does_not_fit_any_more_is_loaded_without_evicting_anything(llama: Path, good: Path, other: Path) -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 from graftlm.adapters.text import AdapterText
 from graftlm.layers.patch import ModelPatch
 
+# Of a number in bfloat16, in which factors are kept if that loses nothing; in float32 it takes twice as much.
+NARROW_BYTES = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class BoundModule:
@@ -33,7 +36,7 @@ class Adapter:
     modules: what it changes, in model order. bound and total count the file's tensors: they are equal, since an
         adapter with a tensor that nothing uses is refused.
     source: the file its weights can be read from again; None for a weighted sum.
-    num_bytes: memory its weights take.
+    num_bytes: memory its weights take. float32_bytes: what they would take with all low-rank factors in float32.
     changes_dormant: whether it does anything before its invocation tokens (aLoRA).
     is_low_rank: whether all it does is add low-rank updates, so that it may be part of a weighted sum.
     invocation_token_ids: aLoRA's; the adapter is active from the start of their last occurrence in a prompt.
@@ -54,6 +57,7 @@ class Adapter:
     modules: tuple[BoundModule, ...]
     source: Path | None
     num_bytes: int
+    float32_bytes: int
     changes_dormant: bool
     is_low_rank: bool
     bound: int
@@ -95,6 +99,19 @@ class AdapterWeights:
         """Memory the tensors take. What the two patches share counts twice: a budget must not be passed."""
         dormant = 0 if self.dormant_patch is self.patch else self.dormant_patch.num_bytes
         return self.patch.num_bytes + dormant
+
+    @property
+    def float32_bytes(self) -> int:
+        """The same with the low-rank factors of linear layers in float32."""
+        patches = [self.patch] if self.dormant_patch is self.patch else [self.patch, self.dormant_patch]
+        return self.num_bytes + sum(
+            factor.nbytes
+            for patch in patches
+            for linear in (*patch.linears.values(), *([] if patch.head is None else [patch.head.linear]))
+            if linear.low_rank is not None
+            for factor in linear.low_rank.factors
+            if factor.itemsize == NARROW_BYTES
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -69,6 +69,7 @@ def load_adapter(
         modules=modules,
         source=files.weights_path,
         num_bytes=weights.num_bytes,
+        float32_bytes=weights.float32_bytes,
         changes_dormant=weights.dormant_patch.num_bytes > 0 or stack is not None,
         is_low_rank=is_low_rank(weights) and not has_own_tokens,
         bound=bound,

@@ -137,8 +137,8 @@ def _fold_low_rank(weight: Tensor, site: LinearSite, update: LoraUpdate) -> Tens
     for expand in update.expands:
         start, stop = max(expand.out_start, site.start), min(expand.out_stop, site_stop)
         if start < stop:
-            shrink = update.shrink[:, expand.rank_start : expand.rank_stop]
-            rows = expand.matrix[:, start - expand.out_start : stop - expand.out_start].t()
+            shrink = update.shrink[:, expand.rank_start : expand.rank_stop].float()
+            rows = expand.matrix[:, start - expand.out_start : stop - expand.out_start].t().float()
             folded[start - site.start : stop - site.start] += rows @ shrink.t()
     return folded
 

@@ -260,7 +260,9 @@ class PatchBuilder:
                 )
                 shrinks.append(self._exact(lora_a))
                 rank_start += rank
-        return LoraUpdate(shrink=_laid_out(torch.cat(shrinks).t()), expands=tuple(expands))
+        update = LoraUpdate(shrink=_laid_out(torch.cat(shrinks).t()), expands=tuple(expands))
+        # What is being trained stays what it is.
+        return update if any(factor.requires_grad for factor in update.factors) else update.narrowed()
 
     def _cast(self, tensor: Tensor) -> Tensor:
         """To the base's dtype: what replaces a tensor of the base is computed like it."""

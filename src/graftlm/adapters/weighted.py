@@ -92,7 +92,8 @@ def combine(model: str, parts: Sequence[tuple[Adapter, float]]) -> Adapter:
         modules=tuple(module for adapter, _ in parts for module in adapter.modules),
         source=None,
         # Ranks stand side by side, so a sum is as large as its parts together.
-        num_bytes=sum(adapter.num_bytes for adapter, _ in parts),
+        num_bytes=sum(adapter.float32_bytes for adapter, _ in parts),
+        float32_bytes=sum(adapter.float32_bytes for adapter, _ in parts),
         changes_dormant=any(adapter.changes_dormant for adapter, _ in parts),
         is_low_rank=True,
         bound=sum(adapter.bound for adapter, _ in parts),
@@ -135,7 +136,11 @@ def is_low_rank(weights: AdapterWeights) -> bool:
 
 def _sum(parts: Sequence[tuple[LinearPatch | None, float]]) -> LoraUpdate | None:
     """Ranks side by side; the weights go into the expanding factors."""
-    updates = [(patch.low_rank, weight) for patch, weight in parts if patch is not None and patch.low_rank is not None]
+    updates = [
+        (patch.low_rank.widened(), weight)
+        for patch, weight in parts
+        if patch is not None and patch.low_rank is not None
+    ]
     expands: list[LoraExpand] = []
     offset = 0
     for update, weight in updates:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -14,6 +15,9 @@ from graftlm.engine.background_thread import background_thread
 from graftlm.errors import AdapterError, GraftError
 
 logger = logging.getLogger(__name__)
+
+# Some milliseconds of reading and checking.
+SMALL_BYTES = 4 << 20
 
 # Reads an adapter's weights, or raises AdapterError.
 ReadWeights = Callable[[Adapter], AdapterWeights]
@@ -69,20 +73,23 @@ class InlineLoader:
 
 
 class BackgroundLoader:
-    """Reads in a thread of its own, one adapter after the other, while steps go on.
+    """Reads while steps go on: large adapters one after the other in a thread that gives way to the steps, small ones
+    in another that does not, since reading them takes less than waiting for a turn would.
 
     Args:
-        wake: called in that thread whenever a load has ended.
+        wake: called in those threads whenever a load has ended.
     """
 
     def __init__(self, read: ReadWeights, wake: Callable[[], None]) -> None:
         self.read = read
         self._wake = wake
         self._finished: SimpleQueue[FinishedLoad] = SimpleQueue()
-        self._thread = background_thread("graft-loader")
+        self._large = background_thread("graft-large-loader")
+        self._small = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-small-loader")
 
     def start(self, adapter: Adapter) -> None:
-        self._thread.submit(self._run, adapter)
+        thread = self._small if adapter.num_bytes <= SMALL_BYTES else self._large
+        thread.submit(self._run, adapter)
 
     def finished(self) -> list[FinishedLoad]:
         finished = []
@@ -93,7 +100,8 @@ class BackgroundLoader:
                 return finished
 
     def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        for thread in (self._small, self._large):
+            thread.shutdown(cancel_futures=True)
 
     def _run(self, adapter: Adapter) -> None:
         self._finished.put(_load(adapter, self.read))

@@ -35,7 +35,7 @@ def cpu_kernels(library: Library, rest: Kernels, *, deterministic: bool = False)
     return replace(
         rest,
         name=f"C++ ({library.level}), {rest.name}",
-        lora=LoraKernels(library, rest).lora,
+        lora=LoraKernels(library, rest, by_row=deterministic).lora,
         rms_norm=elementwise.rms_norm,
         layer_norm=elementwise.layer_norm,
         activate=elementwise.activate,

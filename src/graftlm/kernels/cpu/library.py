@@ -34,7 +34,7 @@ _ARGUMENTS: dict[str, Sequence[Any]] = {
     "graft_gated_activation": (_POINTER, _POINTER, _INT, _INT, _LONG, _LONG, _INT),
     "graft_layer_norm": (_POINTER,) * 4 + (_INT, _LONG, _LONG, _FLOAT, _INT),
     "graft_linear": (_POINTER,) * 4 + (_INT,) + (_LONG,) * 5 + (_INT,),
-    "graft_lora": (_POINTER,) * 3 + (_LONG, _INT, _INT) + (_LONG,) * 4 + (_INT,),
+    "graft_lora": (_POINTER,) * 3 + (_LONG, _INT, _INT) + (_LONG,) * 4 + (_INT, _INT),
     "graft_pack": (_POINTER, _POINTER, _INT, _LONG, _LONG, _INT),
     "graft_pack_codes": (_POINTER, _POINTER, _INT, _LONG, _LONG, _INT),
     "graft_paged_attention": (_POINTER,) * 5 + (_LONG, _POINTER, _POINTER, _INT, _INT, _INT),

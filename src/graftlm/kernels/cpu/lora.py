@@ -16,11 +16,16 @@ from graftlm.kernels.reference.lora import LoraSegment, LoraUpdate
 
 
 class LoraKernels:
-    """The method does what `ops` says under its name. rest: does what the library does not take."""
+    """The method does what `ops` says under its name.
 
-    def __init__(self, library: Library, rest: Kernels) -> None:
+    rest: does what the library does not take.
+    by_row: a row gets the same bits in a segment of any length, which costs time where segments are long.
+    """
+
+    def __init__(self, library: Library, rest: Kernels, *, by_row: bool) -> None:
         self._library = library
         self._rest = rest
+        self._by_row = by_row
         # What the library reads of an update: the addresses stay as long as its tensors do. None: it does not take it.
         self._updates: WeakKeyDictionary[LoraUpdate, np.ndarray | None] = WeakKeyDictionary()
 
@@ -50,6 +55,7 @@ class LoraKernels:
             out.shape[1],
             x.stride(0),
             out.stride(0),
+            self._by_row,
             torch.get_num_threads(),
         )
         return None

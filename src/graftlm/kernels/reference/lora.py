@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from graftlm.kernels.reference.precision import widened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,10 @@ class LoraExpand:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoraUpdate:
-    """What one adapter adds to one layer. shrink: [in, R], the As of all its expands side by side, transposed."""
+    """What one adapter adds to one layer. shrink: [in, R], the As of all its expands side by side, transposed.
+
+    All factors have one dtype: float32, or bfloat16 where they are kept in it, to be widened when they are used.
+    """
 
     shrink: Tensor
     expands: tuple[LoraExpand, ...]
@@ -33,6 +38,26 @@ class LoraUpdate:
     @property
     def num_bytes(self) -> int:
         return self.shrink.nbytes + sum(expand.matrix.nbytes for expand in self.expands)
+
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        return self.shrink, *(expand.matrix for expand in self.expands)
+
+    def widened(self) -> LoraUpdate:
+        """In float32 at least."""
+        return self._map(widened)
+
+    def narrowed(self) -> LoraUpdate:
+        """In bfloat16, if its factors are float32 numbers that bfloat16 holds exactly: half the memory to keep and to
+        read, and the same results."""
+        narrow = self._map(Tensor.bfloat16)
+        pairs = zip(self.factors, narrow.factors, strict=True)
+        is_exact = all(wide.dtype == torch.float32 and torch.equal(wide, other.float()) for wide, other in pairs)
+        return narrow if is_exact else self
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> LoraUpdate:
+        expands = tuple(replace(expand, matrix=change(expand.matrix)) for expand in self.expands)
+        return LoraUpdate(shrink=change(self.shrink), expands=expands)
 
 
 class LoraSegment(NamedTuple):
@@ -47,7 +72,7 @@ def lora(out: Tensor, x: Tensor, segments: Iterable[LoraSegment]) -> None:
     """`ops.lora`."""
     segments = tuple(segments)
     if torch.is_grad_enabled():
-        factors = tuple(factor for segment in segments for factor in _factors(segment.update))
+        factors = tuple(factor for segment in segments for factor in segment.update.factors)
         if any(tensor.requires_grad for tensor in (x, *factors)):
             _DifferentiableLora.apply(out, x, segments, *factors)  # type: ignore[no-untyped-call]
             return
@@ -55,22 +80,20 @@ def lora(out: Tensor, x: Tensor, segments: Iterable[LoraSegment]) -> None:
         _add(out, x, segment)
 
 
-def _factors(update: LoraUpdate) -> tuple[Tensor, ...]:
-    return update.shrink, *(expand.matrix for expand in update.expands)
-
-
 def _add(out: Tensor, x: Tensor, segment: LoraSegment) -> Tensor:
     """The shrunk rows, [rows, R]."""
     start, stop, update = segment
-    shrunk = torch.mm(x.narrow(0, start, stop - start).to(update.shrink.dtype), update.shrink)
+    shrink = widened(update.shrink)
+    shrunk = torch.mm(x.narrow(0, start, stop - start).to(shrink.dtype), shrink)
     out_rows = out.narrow(0, start, stop - start)
     for expand in update.expands:
         target = out_rows.narrow(1, expand.out_start, expand.out_stop - expand.out_start)
         factors = shrunk.narrow(1, expand.rank_start, expand.rank_stop - expand.rank_start)
+        matrix = widened(expand.matrix)
         if target.dtype == shrunk.dtype:
-            target.addmm_(factors, expand.matrix)
+            target.addmm_(factors, matrix)
         else:
-            target.copy_(torch.addmm(target.to(shrunk.dtype), factors, expand.matrix))
+            target.copy_(torch.addmm(target.to(shrunk.dtype), factors, matrix))
     return shrunk
 
 

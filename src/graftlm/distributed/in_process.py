@@ -22,8 +22,8 @@ from graftlm.models.layer_span import LayerSpan
 Answer = TypeVar("Answer")
 # die: the worker is gone, its step not computed. freeze: it does nothing more, and once it was given up it goes on with
 # all it had been asked. drop: the step is computed and the answer lost. delay: the step is computed, with all that
-# follow, after the worker was given up. duplicate: the step arrives twice.
-FaultKind = Literal["die", "freeze", "drop", "delay", "duplicate"]
+# follow, after the worker was given up. duplicate: the step arrives twice. break: what nobody foresaw is raised.
+FaultKind = Literal["die", "freeze", "drop", "delay", "duplicate", "break"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +140,8 @@ class InProcessWorker:
         if fault is None or fault == "duplicate":
             reply = self._compute(step, before)
             return reply if fault is None else self._compute(step, before)
+        if fault == "break":
+            raise MemoryError("as told")
         self._fault = fault
         if fault == "freeze":
             self._left_undone.append(partial(self._compute, step, before))

@@ -106,7 +106,8 @@ def main() -> None:
     for _ in range(arguments.rounds + 1):
         prompts = torch.randint(0, 40_000, (arguments.requests, PROMPT_LEN), generator=generator).tolist()
         rounds.append((run(one, prompts), run(two, prompts)))
-    body, ratio = report([each for each, _ in rounds[1:]], [each for _, each in rounds[1:]], utilisation(two), arguments)
+    firsts, seconds = zip(*rounds[1:], strict=True)
+    body, ratio = report(list(firsts), list(seconds), utilisation(two), arguments)
     ray.shutdown()
     print(body)
     write_section("Two stages and one (`python benchmarks/pipeline_overhead.py`)", body)

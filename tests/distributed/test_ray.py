@@ -6,12 +6,16 @@ import asyncio
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
@@ -20,11 +24,13 @@ from graftlm.cli import app
 from graftlm.engine.executor import WorkerInfo
 from tests.cli.graft_process import graft_process
 from tests.distributed.rig import GREEDY, OPTIONS, answers, assert_same_logits, requests, tokens
+from tests.parity.oracle import prompt_of
+from tests.tiny import make_llama
 
 NAMES = ["plain", "dora", "ends"]
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 DEADLINE_SECONDS = 60.0
-# Of a step that takes milliseconds.
+# Of a worker that shows eight times in them that it lives.
 PATIENCE_SECONDS = 4.0
 
 
@@ -33,7 +39,9 @@ def open_engine(cluster: None, base: Path, adapters: dict[str, Path]) -> Callabl
     chosen = {name: adapters[name] for name in NAMES}
 
     def open_() -> AsyncLLM:
-        return AsyncLLM(base, adapters=chosen, workers=2, worker_timeout_seconds=PATIENCE_SECONDS, **OPTIONS)
+        return AsyncLLM(
+            base, adapters=chosen, workers=2, steps_in_flight=3, worker_timeout_seconds=PATIENCE_SECONDS, **OPTIONS
+        )
 
     return open_
 
@@ -72,10 +80,18 @@ async def read_all(engine: AsyncLLM, disturb: Callable[[int], None]) -> list[tup
     return await asyncio.gather(*(read(*request) for request in zip(*requests(NAMES), strict=True)))
 
 
-def test_workers_on_ray_answer_as_one_process(cluster: None, base: Path, adapters: dict[str, Path], local: LLM) -> None:
-    llm = LLM(base, adapters=adapters, workers=2, **OPTIONS)
+def test_workers_on_ray_answer_as_one_process_to_the_last_bit(
+    cluster: None, base: Path, adapters: dict[str, Path], local: LLM
+) -> None:
+    llm = LLM(base, adapters=adapters, workers=2, steps_in_flight=3, deterministic=True, **OPTIONS)
+    same = LLM(base, adapters=adapters, deterministic=True, **OPTIONS)
     names = list(adapters)
-    assert tokens(answers(llm, names)) == tokens(answers(local, names))
+    with_logprobs = replace(GREEDY, logprobs=20)
+    ours, theirs = (answers(engine, names, with_logprobs) for engine in (llm, same))
+    assert [output.outputs for output in ours] == [output.outputs for output in theirs]
+    for name in (None, *names):
+        ids = prompt_of(30, 99)
+        assert torch.equal(llm.logits(ids, adapter=name), same.logits(ids, adapter=name)), name
     assert_same_logits(llm, local, names)
     running = [worker for worker in llm.workers if worker.state == "running"]
     assert [worker.layers for worker in running] == [(0, 2), (2, 4)]
@@ -125,6 +141,23 @@ def test_r105_killed_and_frozen_workers_cost_no_token(
         await engine.shutdown()
 
     asyncio.run(asyncio.wait_for(scenario(), 4 * DEADLINE_SECONDS))
+
+
+def test_r108_a_worker_that_computes_for_long_is_not_taken_for_dead(cluster: None, tmp_path: Path) -> None:
+    """A prompt keeps a worker busy for three times as long as it may give no sign of life."""
+    base = make_llama(tmp_path / "base", hidden_size=256, num_attention_heads=16, max_position_embeddings=32_768)
+    long_prompt = {"prompt_token_ids": [token % 251 for token in range(14_000)]}
+    first_token = SamplingParams(max_tokens=1, temperature=0)
+    options: dict[str, Any] = {"kv_cache_bytes": 1 << 28, "max_num_batched_tokens": 32_768}
+    begun = time.perf_counter()
+    expected = tokens(LLM(base, **options).generate([long_prompt], first_token))
+    patience_seconds = (time.perf_counter() - begun) / 3
+    llm = LLM(base, workers=1, worker_timeout_seconds=patience_seconds, **options)
+    assert tokens(llm.generate([long_prompt], first_token)) == expected
+    work = next(worker.work for worker in llm.workers if worker.work is not None)
+    assert work.compute_seconds > patience_seconds
+    assert llm.num_lost_workers == 0
+    llm.shutdown()
 
 
 def test_a_killed_rank_is_replaced_with_its_stage(

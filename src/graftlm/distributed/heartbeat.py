@@ -7,8 +7,8 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-# Of the worker's own patience with a coordinator that does not answer.
-CONNECT_SECONDS = 30.0
+# A worker's with a coordinator that does not answer.
+PATIENCE_SECONDS = 30.0
 
 
 class Heart:
@@ -28,7 +28,7 @@ class Heart:
     def _beat(self) -> None:
         host, _, port = self._place.rpartition(":")
         try:
-            store = TCPStore(host, int(port), None, False, timedelta(seconds=CONNECT_SECONDS))
+            store = TCPStore(host, int(port), None, False, timedelta(seconds=PATIENCE_SECONDS))
             while not self._stop.wait(self._interval_seconds):
                 store.add(self._name, 1)
         except RuntimeError:
@@ -48,6 +48,10 @@ class Pulse:
         self._store = store
         self._name = name
         self._beats = 0
+        self._num_missed = 0
+
+    def heard(self) -> None:
+        """It has answered something, which is a sign of life too."""
         self._num_missed = 0
 
     def look(self) -> float:

@@ -72,6 +72,8 @@ class RayCall(Generic[Answer]):
                 raise WorkerLost(f"{self._process_id} has not answered for {patience_seconds:g} s")
             if self._pulse.look() >= patience_seconds:
                 raise WorkerLost(f"{self._process_id} has given no sign of life for {patience_seconds:g} s")
+        if self._pulse is not None:
+            self._pulse.heard()
 
     def result(self, patience_seconds: float) -> Answer:
         self.wait(patience_seconds)

@@ -43,9 +43,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.engine.rig import core
 from tests.server.live_server import LiveServer, serving
-from tests.tiny import make_adapter, make_llama
+from tests.tiny import edit_json, make_adapter, make_llama
 
-NUM_ADAPTERS = 8
+NUM_ADAPTERS, ALPHA = 8, 64
 PROMPTS = ("The capital of France is", "Once upon a time there was a", "To boil an egg, you first")
 FORMS: tuple[dict[str, Any], ...] = (
     {"regex": "[A-Za-z ,.]{20,200}"},
@@ -131,7 +131,9 @@ def make_engine(folder: Path, *, tiny: bool) -> AsyncLLM:
         for seed, path in enumerate(adapters.values()):
             make_adapter(base, path, seed=seed)
         return AsyncLLM(base, adapters=adapters)
-    write_adapters(folder)
+    for path in write_adapters(folder).values():
+        # So loud that each says something else.
+        edit_json(path / "adapter_config.json", lora_alpha=ALPHA)
     return AsyncLLM(demo_model(), adapters=adapters, dtype="float32", quantization="none", max_model_len=256)
 
 

@@ -47,7 +47,7 @@ _FORMS: dict[str, list[dict[str, Any]]] = {
 
 
 def statuses_of(
-    url: str, models: list[str], *, cases: int, seed: int, paths: Sequence[str] = ()
+    url: str, models: list[str], *, cases: int, seed: int, paths: Sequence[str] = (), key: str | None = None
 ) -> tuple[Counter[int], list[str]]:
     """How often each status came back, and a description of each reply that is the server's fault.
 
@@ -55,9 +55,11 @@ def statuses_of(
         models: names that answer; three of four bodies get one and keep few of their other fields, half of these get
             something to answer, lest all are refused, and half of those a form or tools for it.
         paths: what is asked; everything without them.
+        key: that the server wants; one of twenty requests does without it.
         cases: for all operations that have a body together; one without has but a few different requests.
     """
-    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=headers)
     operations = [result.ok() for result in schema.get_all_operations()]
     operations = [operation for operation in operations if not paths or operation.path in paths]
     num_bodies = sum(bool(operation.body) for operation in operations)
@@ -85,7 +87,7 @@ def statuses_of(
                     case.body |= {name: value for name, value in _SUBJECTS.items() if name in case.body}
                     if chance.random() < 0.5 and case.path in _FORMS:
                         case.body |= chance.choice(_FORMS[case.path])
-            reply = case.call()
+            reply = case.call(headers=headers if chance.random() < 0.95 else {})
             statuses[reply.status_code] += 1
             wished = isinstance(case.body, dict) and case.body.get(_ALLOWED.get(reply.status_code, "")) is not None
             if reply.status_code >= 500 and not wished:

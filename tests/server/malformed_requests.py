@@ -71,14 +71,21 @@ def status_of(address: tuple[str, int], pieces: Sequence[bytes], *, whole: bool,
     return int(head[1]) if len(head) > 1 and head[0].startswith(b"HTTP/") else 0
 
 
-def send_malformed(url: str, *, cases: int, seed: int, pause: float = 0) -> Counter[int]:
-    """How often each status came back. The same seed sends the same bytes."""
+def send_malformed(url: str, *, cases: int, seed: int, pause: float = 0, key: str | None = None) -> Counter[int]:
+    """How often each status came back. The same seed sends the same bytes.
+
+    Args:
+        key: that the server wants, in most of the heads that are whole.
+    """
     host, port = url.removeprefix("http://").split(":")
     chance = random.Random(seed)
     statuses: Counter[int] = Counter()
     for _ in range(cases):
         make = chance.choice(_KINDS)
-        pieces = _pieces(make(chance), chance)
+        content = make(chance)
+        if key is not None and chance.random() < 0.95:
+            content = content.replace(b"\r\nhost: x", f"\r\nhost: x\r\nauthorization: Bearer {key}".encode(), 1)
+        pieces = _pieces(content, chance)
         whole, leave = make in _WHOLE, chance.random() < 0.1
         if chance.random() < 0.1:
             whole, pieces = False, pieces[: chance.randrange(len(pieces) + 1)]

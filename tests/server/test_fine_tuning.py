@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -204,7 +205,9 @@ def test_wrong_rows_fail_the_job_and_say_where(server: LiveServer) -> None:
     job = server.openai.fine_tuning.jobs.create(model="org/tiny", training_file=upload(server, [{"text": ""}]))
     failed = ended(server, job.id)
     assert (failed.status, failed.error.code) == ("failed", "invalid_training_file")
-    assert ":1: text is not a text" in failed.error.message
+    assert "chats.jsonl:1: text is not a text" in failed.error.message
+    # Not where the server keeps it.
+    assert "/" not in failed.error.message.replace("org/tiny", "")
     assert server.text(model="org/tiny", prompt="still here")
 
 
@@ -254,6 +257,36 @@ def test_a_key_that_may_not_manage_adapters_may_not_train_them(base: Path, tmp_p
         body = {"model": "org/tiny", "training_file": file}
         reply = server.http.post("/v1/fine_tuning/jobs", json=body, headers=bearer("team"))
         assert "may not use ft-tiny-graft" in error_of(reply, 403)["message"]
+
+
+def test_files_and_jobs_of_another_key_look_as_if_they_were_not_there(base: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text("".join(
+        f'[keys.{name}]\nsha256 = "{digest_of(name)}"\nmodels = ["*"]\nadmin = true\n' for name in ("alice", "eve")
+    ))  # fmt: skip
+    with tuning(base, tmp_path / "jobs", keys=KeyFile(keys)) as server:
+
+        def ask(key: str, method: str, path: str, **content: Any) -> httpx.Response:
+            return server.http.request(method, f"/v1/{path}", headers={"Authorization": f"Bearer {key}"}, **content)
+
+        form: dict[str, Any] = {"files": {"file": lines(CHATS)}, "data": {"purpose": "fine-tune"}}
+        file = ask("alice", "POST", "files", **form).json()["id"]
+        body = {"model": "org/tiny", "training_file": file, "hyperparameters": {"n_epochs": 100_000}}
+        assert error_of(ask("eve", "POST", "fine_tuning/jobs", json=body))["param"] == "training_file"
+        job = ask("alice", "POST", "fine_tuning/jobs", json=body).json()["id"]
+        for path in (f"files/{file}", f"files/{file}/content", f"fine_tuning/jobs/{job}"):
+            assert ask("alice", "GET", path).status_code == 200
+        for method, path in (
+            *(("GET", path) for path in (f"files/{file}", f"files/{file}/content", f"fine_tuning/jobs/{job}")),
+            *(("GET", f"fine_tuning/jobs/{job}/{part}") for part in ("events", "checkpoints")),
+            *(("POST", f"fine_tuning/jobs/{job}/{verb}") for verb in ("pause", "resume", "cancel")),
+            ("DELETE", f"files/{file}"),
+        ):
+            assert error_of(ask("eve", method, path), 404)["code"] == "not_found"
+        for path in ("files", "fine_tuning/jobs"):
+            listed = [[entry["id"] for entry in ask(key, "GET", path).json()["data"]] for key in ("alice", "eve")]
+            assert listed == [[file if path == "files" else job], []]
+        assert ask("alice", "POST", f"fine_tuning/jobs/{job}/cancel").status_code == 200
 
 
 def test_requests_are_answered_while_a_job_runs_and_it_can_be_paused_and_cancelled(server: LiveServer) -> None:

@@ -30,6 +30,15 @@ class Caller:
     def may_use(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.models)
 
+    @property
+    def name(self) -> str | None:
+        """Whose what they make is; None without API keys."""
+        return None if self.tenant is None else self.tenant.name
+
+    def owns(self, owner: str | None) -> bool:
+        """Whether what a tenant of this name has made is theirs to see. Without API keys everything is."""
+        return self.tenant is None or self.name == owner
+
 
 NOBODY = Caller(tenant=None, models=(), is_admin=False, reads_metrics=False)
 ANYONE = Caller(tenant=None, models=("*",), is_admin=True, reads_metrics=True)

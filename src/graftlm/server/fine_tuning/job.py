@@ -14,6 +14,7 @@ ENDED: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
 class FineTuningJob:
     """Times are seconds since 1970.
 
+    owner: the tenant's name; None without API keys.
     options: of the `TrainingJob` that it is, without its paths. fine_tuned_model: the name the result is served under,
     once it is. error: code, message and param of what ended it.
     """
@@ -33,6 +34,7 @@ class FineTuningJob:
     fine_tuned_model: str | None = None
     trained_tokens: int | None = None
     error: Mapping[str, Any] | None = field(default=None)
+    owner: str | None = None
 
     @property
     def body(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from graftlm.errors import ObjectNotFound
 from graftlm.server.fine_tuning.job import FineTuningJob, JobCheckpoint, JobEvent
+from graftlm.server.fine_tuning.ownership import Owns, anybody
 from graftlm.training.atomic_file import write_atomically
 
 _JOB, _EVENTS, _CHECKPOINTS, _OUTPUT = "job.json", "events.jsonl", "checkpoints.json", "adapter"
@@ -33,15 +34,16 @@ class JobStore:
         with self._lock:
             self._put(job)
 
-    def get(self, job_id: str) -> FineTuningJob:
-        """Raises: ObjectNotFound"""
-        if (job := self._jobs.get(job_id)) is None:
+    def get(self, job_id: str, owns: Owns = anybody) -> FineTuningJob:
+        """Raises: ObjectNotFound: there is none, or it is somebody else's."""
+        if (job := self._jobs.get(job_id)) is None or not owns(job.owner):
             raise ObjectNotFound("no such fine-tuning job", got=repr(job_id)[:100])
         return job
 
-    def newest_first(self) -> list[FineTuningJob]:
-        """All jobs, the newest first."""
-        return sorted(self._jobs.values(), key=lambda job: (job.created_at, job.id), reverse=True)
+    def newest_first(self, owns: Owns = anybody) -> list[FineTuningJob]:
+        """Jobs of these owners, the newest first."""
+        jobs = [job for job in self._jobs.values() if owns(job.owner)]
+        return sorted(jobs, key=lambda job: (job.created_at, job.id), reverse=True)
 
     def change(self, job_id: str, **changes: Any) -> FineTuningJob:
         """Put values in the place of a job's; what it is then."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -43,6 +44,9 @@ def fine_tuning_routes(llm: AsyncLLM, service: FineTuningService | None) -> APIR
             raise HTTPException(403, "fine-tuning over HTTP is off; do: serve with --fine-tuning DIR")
         return service
 
+    def own_job(job_id: str, request: Request) -> FineTuningJob:
+        return allowed().jobs.get(job_id, caller_of(request).owns)
+
     @router.post(FILES_PATH)
     async def upload_file(request: Request) -> Response:
         files = allowed().files
@@ -55,53 +59,59 @@ def fine_tuning_routes(llm: AsyncLLM, service: FineTuningService | None) -> APIR
             if purpose != PURPOSE:
                 raise InvalidRequest("purpose is not offered", param="purpose", got=repr(purpose), allowed=PURPOSE)
             content = await file.read()
-        stored = await asyncio.to_thread(files.add, file.filename or "file.jsonl", content)
+        add = partial(files.add, owner=caller_of(request).name)
+        stored = await asyncio.to_thread(add, file.filename or "file.jsonl", content)
         return JSONResponse(stored.body)
 
     @router.get(FILES_PATH)
-    async def list_files(limit: Limit = 10_000, after: str | None = None, purpose: str | None = None) -> Response:
-        found = await asyncio.to_thread(allowed().files.newest_first)
+    async def list_files(
+        request: Request, limit: Limit = 10_000, after: str | None = None, purpose: str | None = None
+    ) -> Response:
+        found = await asyncio.to_thread(allowed().files.newest_first, caller_of(request).owns)
         return _page(found if purpose in (None, PURPOSE) else [], limit, after)
 
     @router.get(FILES_PATH + "/{file_id}")
-    async def get_file(file_id: str) -> Response:
-        return JSONResponse((await asyncio.to_thread(allowed().files.get, file_id)).body)
+    async def get_file(file_id: str, request: Request) -> Response:
+        return JSONResponse((await asyncio.to_thread(allowed().files.get, file_id, caller_of(request).owns)).body)
 
     @router.get(FILES_PATH + "/{file_id}/content")
-    async def get_content(file_id: str) -> Response:
-        return FileResponse(await asyncio.to_thread(allowed().files.path, file_id))
+    async def get_content(file_id: str, request: Request) -> Response:
+        return FileResponse(await asyncio.to_thread(allowed().files.path, file_id, caller_of(request).owns))
 
     @router.delete(FILES_PATH + "/{file_id}")
-    async def delete_file(file_id: str) -> Response:
-        await asyncio.to_thread(allowed().files.delete, file_id)
+    async def delete_file(file_id: str, request: Request) -> Response:
+        await asyncio.to_thread(allowed().files.delete, file_id, caller_of(request).owns)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     @router.post("/v1/fine_tuning/jobs")
     async def create_job(body: CreateJobRequest, request: Request) -> Response:
         create = allowed().create
         resolve_model(request, llm, body.model)
-        job = await asyncio.to_thread(create, body, may_use=caller_of(request).may_use)
+        job = await asyncio.to_thread(create, body, caller_of(request))
         return JSONResponse(job.body)
 
     @router.get("/v1/fine_tuning/jobs")
-    async def list_jobs(limit: Limit = 20, after: str | None = None) -> Response:
-        return _page(allowed().jobs.newest_first(), limit, after)
+    async def list_jobs(request: Request, limit: Limit = 20, after: str | None = None) -> Response:
+        return _page(allowed().jobs.newest_first(caller_of(request).owns), limit, after)
 
     @router.get("/v1/fine_tuning/jobs/{job_id}")
-    async def get_job(job_id: str) -> Response:
-        return JSONResponse(allowed().jobs.get(job_id).body)
+    async def get_job(job_id: str, request: Request) -> Response:
+        return JSONResponse(own_job(job_id, request).body)
 
     @router.get("/v1/fine_tuning/jobs/{job_id}/events")
-    async def list_events(job_id: str, limit: Limit = 20, after: str | None = None) -> Response:
+    async def list_events(job_id: str, request: Request, limit: Limit = 20, after: str | None = None) -> Response:
+        own_job(job_id, request)
         return _page(await asyncio.to_thread(allowed().jobs.events, job_id), limit, after)
 
     @router.get("/v1/fine_tuning/jobs/{job_id}/checkpoints")
-    async def list_checkpoints(job_id: str, limit: Limit = 10, after: str | None = None) -> Response:
+    async def list_checkpoints(job_id: str, request: Request, limit: Limit = 10, after: str | None = None) -> Response:
+        own_job(job_id, request)
         return _page(await asyncio.to_thread(allowed().jobs.checkpoints, job_id), limit, after)
 
     def switch(verb: str, do: Callable[[FineTuningService], Callable[[str], FineTuningJob]]) -> None:
         @router.post(f"/v1/fine_tuning/jobs/{{job_id}}/{verb}")
-        async def switch_job(job_id: str) -> Response:
+        async def switch_job(job_id: str, request: Request) -> Response:
+            own_job(job_id, request)
             return JSONResponse((await asyncio.to_thread(do(allowed()), job_id)).body)
 
     switch("cancel", lambda service: service.cancel)

@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.background_thread import background_thread
 from graftlm.errors import ConfigurationError, GraftError, InvalidRequest, ObjectNotFound
+from graftlm.server.callers import Caller
 from graftlm.server.fine_tuning.file_store import FileStore
 from graftlm.server.fine_tuning.job import ENDED, FineTuningJob, JobCheckpoint
 from graftlm.server.fine_tuning.job_store import JobStore
@@ -65,11 +66,8 @@ class FineTuningService:
             if job.status not in ENDED:
                 self._thread.submit(self._start, job.id)
 
-    def create(self, request: CreateJobRequest, *, may_use: Callable[[str], bool]) -> FineTuningJob:
+    def create(self, request: CreateJobRequest, caller: Caller) -> FineTuningJob:
         """Accept a job. Its data are read afterwards: what is wrong with them makes it fail.
-
-        Args:
-            may_use: whether a name may be that of the result.
 
         Raises:
             InvalidRequest: an option cannot be met, or there is no such file or model.
@@ -77,7 +75,7 @@ class FineTuningService:
         """
         for name in ("training_file", "validation_file"):
             if (file_id := getattr(request, name)) is not None:
-                self._check_file(file_id, name)
+                self._check_file(file_id, name, caller)
         method = request.method or Method(type="supervised")
         if request.hyperparameters is not None and request.method is not None:
             raise InvalidRequest("hyperparameters belong into method", param="hyperparameters", do="leave one out")
@@ -93,8 +91,9 @@ class FineTuningService:
             hyperparameters=_resolved(asked),
             metadata=request.metadata,
             options=self._options(request, method, asked),
+            owner=caller.name,
         )
-        if not may_use(name := self._name_of(job)):
+        if not caller.may_use(name := self._name_of(job)):
             raise HTTPException(403, f"this API key may not use {name}; do: let its models allow names with ft-")
         self.jobs.add(job)
         self.jobs.tell(job.id, f"Created fine-tuning job: {job.id}")
@@ -155,9 +154,9 @@ class FineTuningService:
         self._trainer.wake()
         return job
 
-    def _check_file(self, file_id: str, param: str) -> None:
+    def _check_file(self, file_id: str, param: str, caller: Caller) -> None:
         try:
-            self.files.get(file_id)
+            self.files.get(file_id, caller.owns)
         except ObjectNotFound as error:
             raise InvalidRequest("no such file", param=param, got=file_id, do="upload it to /v1/files") from error
 
@@ -216,9 +215,12 @@ class FineTuningService:
         resume = (output / CHECKPOINT_NAME).is_file()
         try:
             run = self._make_run(job, output, resume=resume)
-        except (GraftError, OSError) as error:
-            code = "invalid_training_file" if not isinstance(error, OSError) else "server_error"
-            self._fail(job_id, str(error), code=code)
+        except GraftError as error:
+            self._fail(job_id, self._as_uploaded(job, str(error)), code="invalid_training_file")
+            return
+        except OSError:
+            logger.exception("fine-tuning job %s cannot begin", job_id)
+            self._fail(job_id, "the server failed; its log has the cause", code="server_error")
             return
         with self._lock:
             if self.jobs.get(job_id).status in ENDED:
@@ -230,6 +232,13 @@ class FineTuningService:
                 self.jobs.change(job_id, status="running")
         self.jobs.tell(job_id, f"Fine-tuning goes on from step {run.step}" if resume else "Fine-tuning job started")
         self._trainer.add(run, lambda run: self._on_update(job_id, run))
+
+    def _as_uploaded(self, job: FineTuningJob, message: str) -> str:
+        """A message that calls files by the names their owner gave them, not by where the server keeps them."""
+        for file_id in (job.training_file, job.validation_file):
+            if file_id is not None:
+                message = message.replace(str(self.files.path(file_id)), self.files.get(file_id).filename)
+        return message
 
     def _make_run(self, job: FineTuningJob, output: Path, *, resume: bool) -> JobRun:
         if not resume:

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -216,7 +217,7 @@ class FineTuningService:
         try:
             run = self._make_run(job, output, resume=resume)
         except GraftError as error:
-            self._fail(job_id, self._as_uploaded(job, str(error)), code="invalid_training_file")
+            self._fail(job_id, self._without_paths(job_id, error), code="invalid_training_file")
             return
         except OSError:
             logger.exception("fine-tuning job %s cannot begin", job_id)
@@ -233,12 +234,14 @@ class FineTuningService:
         self.jobs.tell(job_id, f"Fine-tuning goes on from step {run.step}" if resume else "Fine-tuning job started")
         self._trainer.add(run, lambda run: self._on_update(job_id, run))
 
-    def _as_uploaded(self, job: FineTuningJob, message: str) -> str:
-        """A message that calls files by the names their owner gave them, not by where the server keeps them."""
-        for file_id in (job.training_file, job.validation_file):
-            if file_id is not None:
+    def _without_paths(self, job_id: str, error: GraftError) -> str:
+        """An error's message that calls files as their owner does, not by where the server keeps them."""
+        job, message = self.jobs.get(job_id), str(error)
+        for file_id in filter(None, (job.training_file, job.validation_file)):
+            # Deleted meanwhile, it cannot have been read.
+            with suppress(ObjectNotFound):
                 message = message.replace(str(self.files.path(file_id)), self.files.get(file_id).filename)
-        return message
+        return message.replace(str(self.jobs.output(job_id).parent), job_id)
 
     def _make_run(self, job: FineTuningJob, output: Path, *, resume: bool) -> JobRun:
         if not resume:
@@ -274,7 +277,9 @@ class FineTuningService:
         try:
             run.save_adapter(self.jobs.checkpoint_output(job_id, run.step))
         except GraftError as error:
-            self.jobs.tell(job_id, f"No checkpoint at step {run.step}: {error}", level="warn")
+            self.jobs.tell(
+                job_id, f"No checkpoint at step {run.step}: {self._without_paths(job_id, error)}", level="warn"
+            )
         else:
             self._thread.submit(self._serve_checkpoint, job_id, run.step, data)
 
@@ -283,7 +288,11 @@ class FineTuningService:
         try:
             self._load(name, self.jobs.checkpoint_output(job_id, step))
         except GraftError as error:
-            self.jobs.tell(job_id, f"The checkpoint at step {step} cannot be served: {error}", level="warn")
+            self.jobs.tell(
+                job_id,
+                f"The checkpoint at step {step} cannot be served: {self._without_paths(job_id, error)}",
+                level="warn",
+            )
         else:
             self._add_checkpoint(job_id, step, name, data)
 
@@ -301,7 +310,9 @@ class FineTuningService:
         try:
             self._load(name, self.jobs.output(job_id))
         except GraftError as error:
-            self._fail(job_id, f"the result cannot be served: {error}", code="adapter_invalid")
+            self._fail(
+                job_id, f"the result cannot be served: {self._without_paths(job_id, error)}", code="adapter_invalid"
+            )
             return
         self._add_checkpoint(job_id, data["step"], name, data)
         self.jobs.tell(job_id, f"New fine-tuned model created: {name}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,29 +26,33 @@ class LoraKernels:
         self._library = library
         self._rest = rest
         self._by_row = by_row
-        # What the library reads of an update: the addresses stay as long as its tensors do. None: it does not take it.
-        self._updates: WeakKeyDictionary[LoraUpdate, np.ndarray | None] = WeakKeyDictionary()
+        # What the library reads of an update: the addresses stay as long as its tensors do.
+        self._described: WeakKeyDictionary[LoraUpdate, _Described] = WeakKeyDictionary()
 
     def lora(self, out: Tensor, x: Tensor, segments: Iterable[LoraSegment]) -> None:
         if not (takes(out) and takes(x) and x.stride(1) == out.stride(1) == 1):
             return self._rest.lora(out, x, segments)
-        taken, others = [], []
+        # csrc's `Segment`s.
+        table, others = array("q"), []
         # Each by itself: which way a segment is computed must not depend on its neighbours.
         for segment in segments:
-            update = self._update(segment.update)
-            if update is None:
+            start, stop, update = segment
+            described = self._described.get(update)
+            if described is None:
+                described = self._described[update] = _Described(update)
+            if described.address is None:
                 others.append(segment)
             else:
-                taken.append((segment.start, segment.stop, update.ctypes.data))
-        self._rest.lora(out, x, others)
-        if not taken:
+                table.extend((start, stop, described.address))
+        if others:
+            self._rest.lora(out, x, others)
+        if not table:
             return None
-        table = np.array(taken, dtype=np.int64)
         self._library.lora(
             out.data_ptr(),
             x.data_ptr(),
-            table.ctypes.data,
-            len(table),
+            table.buffer_info()[0],
+            len(table) // 3,
             DTYPE_CODES[out.dtype],
             DTYPE_CODES[x.dtype],
             x.shape[1],
@@ -60,21 +64,21 @@ class LoraKernels:
         )
         return None
 
-    def _update(self, update: LoraUpdate) -> np.ndarray | None:
-        """csrc's `Update` with its `Expand`s, as int64."""
-        if update not in self._updates:
-            self._updates[update] = _described(update)
-        return self._updates[update]
+
+class _Described:
+    """address: of csrc's `Update` with its `Expand`s; None where the library does not take the update."""
+
+    def __init__(self, update: LoraUpdate) -> None:
+        self.address: int | None = None
+        # Of a single column any stride is right.
+        if takes(*update.factors) and all(factor.shape[1] == 1 or factor.stride(1) == 1 for factor in update.factors):
+            self._fields = array("q", _fields(update))
+            self.address = self._fields.buffer_info()[0]
 
 
-def _described(update: LoraUpdate) -> np.ndarray | None:
-    matrices = [update.shrink, *(expand.matrix for expand in update.expands)]
-    # Of a single column any stride is right.
-    if not takes(*matrices) or any(matrix.shape[1] != 1 != matrix.stride(1) for matrix in matrices):
-        return None
+def _fields(update: LoraUpdate) -> Iterator[int]:
     shrink = update.shrink
-    fields = [shrink.data_ptr(), shrink.stride(0), shrink.shape[1], DTYPE_CODES[shrink.dtype], len(update.expands)]
+    yield from (shrink.data_ptr(), shrink.stride(0), shrink.shape[1], DTYPE_CODES[shrink.dtype], len(update.expands))
     for expand in update.expands:
-        fields += [expand.matrix.data_ptr(), expand.matrix.stride(0)]
-        fields += [expand.out_start, expand.out_stop, expand.rank_start, expand.rank_stop]
-    return np.array(fields, dtype=np.int64)
+        yield from (expand.matrix.data_ptr(), expand.matrix.stride(0))
+        yield from (expand.out_start, expand.out_stop, expand.rank_start, expand.rank_stop)

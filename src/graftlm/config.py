@@ -13,6 +13,7 @@ from graftlm.errors import ConfigurationError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["nf4", "nf4-double", "fp4", "fp4-double", "int8", "none"]
 Scheduling = Literal["fcfs", "fair"]
+AdapterDType = Literal["auto", "bfloat16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class EngineConfig:
         adapter_dir: a folder of adapter folders, each of which answers to its own name and is read when it is first
             asked for.
         dtype: of weights, activations and KV cache; "auto" takes the checkpoint's own (float32 for GGUF).
+        adapter_dtype: "auto" takes low-rank factors as they were saved and computes with them in float32, as PEFT does;
+            "bfloat16" rounds those saved in float32, which then take half the memory and time to read.
         quantization: what the linear layers are quantised to while they are read, as bitsandbytes does it; "none" turns
             a quantised checkpoint's weights into full precision; default: every weight as the checkpoint stores it.
         quantize_head: quantise the output head too, and with it the token table where they are one matrix.
@@ -73,6 +76,7 @@ class EngineConfig:
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
     adapter_dir: Path | None = None
     dtype: DType = "auto"
+    adapter_dtype: AdapterDType = "auto"
     quantization: Quantization | None = None
     quantize_head: bool = False
     quantize_skip: Sequence[str] = ()
@@ -108,6 +112,11 @@ class EngineConfig:
         return min(self.prefill_chunk_tokens or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
     @property
+    def rounds_factors(self) -> bool:
+        """Whether low-rank factors of adapters are rounded to bfloat16."""
+        return self.adapter_dtype == "bfloat16"
+
+    @property
     def has_workers(self) -> bool:
         """Whether other processes compute."""
         return self.workers is not None or self.tensor_parallel > 1
@@ -126,6 +135,12 @@ class EngineConfig:
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigurationError(
                 "dtype is not one Graft computes in", got=self.dtype, allowed="auto, float32, bfloat16, float16"
+            )
+        if self.adapter_dtype not in get_args(AdapterDType):
+            raise ConfigurationError(
+                "adapter_dtype is not one adapters are kept in",
+                got=repr(self.adapter_dtype),
+                allowed=", ".join(get_args(AdapterDType)),
             )
         if self.quantization is not None and self.quantization not in get_args(Quantization):
             raise ConfigurationError(

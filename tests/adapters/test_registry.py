@@ -153,6 +153,10 @@ def test_factors_saved_in_bfloat16_take_half_the_memory_and_say_the_same(
     assert_close(llm.logits(PROMPT, adapter="half"), oracle.logits(PROMPT, paths["half"]))
     assert torch.equal(llm.logits(PROMPT, adapter="half"), llm.logits(PROMPT, adapter="same"))
     assert_close(llm.logits(PROMPT, adapter={"half": 0.25, "same": 0.75}), llm.logits(PROMPT, adapter="half"))
+    rounding = LLM(llama, kv_cache_bytes=1 << 20, adapter_dtype="bfloat16", adapters={"exact": good})
+    assert rounding.adapters["exact"].num_bytes == GOOD_BYTES // 2
+    assert torch.equal(rounding.logits(PROMPT, adapter="exact"), llm.logits(PROMPT, adapter="half"))
+    assert not torch.equal(llm.logits(PROMPT, adapter="exact"), llm.logits(PROMPT, adapter="half"))
 
 
 def test_what_does_not_fit_any_more_is_loaded_without_evicting_anything(llama: Path, good: Path, other: Path) -> None:

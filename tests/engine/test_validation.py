@@ -177,6 +177,7 @@ def test_lists_of_another_length_than_the_prompts_are_refused(short: LLM) -> Non
         {"dtype": "int8"}, {"max_model_len": 513}, {"max_model_len": 0}, {"kv_cache_bytes": 100}, {"block_size": 0},
         {"max_num_seqs": 0}, {"max_num_batched_tokens": True}, {"prefill_chunk_tokens": 0}, {"device": "tpu9"},
         {"max_model_len": 300, "kv_cache_bytes": 2 * BLOCK_BYTES}, {"adapter_memory_bytes": -1},
+        {"adapter_dtype": "float16"},
     ],
     ids=str,
 )  # fmt: skip

@@ -3,11 +3,11 @@ memory or not. Both are immutable and known by the digest of its files; the name
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from graftlm.adapters.text import AdapterText
-from graftlm.layers.patch import ModelPatch
+from graftlm.layers.patch import LinearPatch, ModelPatch
 
 # Of a number in bfloat16, in which factors are kept if that loses nothing; in float32 it takes twice as much.
 NARROW_BYTES = 2
@@ -100,9 +100,15 @@ class AdapterWeights:
         dormant = 0 if self.dormant_patch is self.patch else self.dormant_patch.num_bytes
         return self.patch.num_bytes + dormant
 
+    def rounded(self) -> AdapterWeights:
+        """With the low-rank factors of linear layers in bfloat16."""
+        patch = _rounded(self.patch)
+        is_one = self.dormant_patch is self.patch
+        return AdapterWeights(patch=patch, dormant_patch=patch if is_one else _rounded(self.dormant_patch))
+
     @property
     def float32_bytes(self) -> int:
-        """The same with the low-rank factors of linear layers in float32."""
+        """As `num_bytes`, with the low-rank factors of linear layers in float32."""
         patches = [self.patch] if self.dormant_patch is self.patch else [self.patch, self.dormant_patch]
         return self.num_bytes + sum(
             factor.nbytes
@@ -120,3 +126,17 @@ class LoadedAdapter:
 
     adapter: Adapter
     weights: AdapterWeights
+
+
+def _rounded(patch: ModelPatch) -> ModelPatch:
+    def linear(patch: LinearPatch) -> LinearPatch:
+        return patch if patch.low_rank is None else replace(patch, low_rank=patch.low_rank.rounded())
+
+    return replace(
+        patch,
+        linears={slot: linear(each) for slot, each in patch.linears.items()},
+        head=None if patch.head is None else replace(patch.head, linear=linear(patch.head.linear)),
+        stack=None
+        if patch.stack is None
+        else replace(patch.stack, patches=tuple(_rounded(each) for each in patch.stack.patches)),
+    )

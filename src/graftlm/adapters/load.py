@@ -37,6 +37,7 @@ def load_adapter(
     *,
     max_bytes: int,
     allow_pickle: bool = False,
+    round_factors: bool = False,
     texts: AdapterTexts | None = None,
 ) -> LoadedAdapter:
     """Read an adapter, check all of it against a base, and compile it.
@@ -47,13 +48,14 @@ def load_adapter(
     Args:
         source: folder, weights file or hub id.
         max_bytes: larger weight files are refused unread.
+        round_factors: low-rank factors to bfloat16.
         texts: reads the adapter's own tokenizer; without it the base's serves.
 
     Raises:
         AdapterError: a subclass that says which file, field or tensor is at fault.
     """
     files = read_adapter_files(source, max_bytes=max_bytes, allow_pickle=allow_pickle)
-    compiled, weights, tensors = _compile(files, base)
+    compiled, weights, tensors = _compile(files, base, round_factors=round_factors)
     modules = compiled.builder.modules
     if not modules:
         raise AdapterCorrupt("the adapter changes nothing in this base")
@@ -87,13 +89,20 @@ def load_adapter(
 
 
 def read_weights(
-    source: Path, digest: str, base: BaseWeights, *, max_bytes: int, allow_pickle: bool = False
+    source: Path,
+    digest: str,
+    base: BaseWeights,
+    *,
+    max_bytes: int,
+    allow_pickle: bool = False,
+    round_factors: bool = False,
 ) -> AdapterWeights:
     """Read the weights of an adapter that is known already.
 
     Args:
         source: its weights file. digest: what it had when it was loaded.
         max_bytes: larger weight files are refused unread.
+        round_factors: low-rank factors to bfloat16.
 
     Raises:
         AdapterError: a subclass that says what has become of its files; `AdapterChanged` if they are another's now.
@@ -106,10 +115,12 @@ def read_weights(
             allowed=f"digest {digest[:12]}",
             do="load it again under its name",
         )
-    return _compile(files, base)[1]
+    return _compile(files, base, round_factors=round_factors)[1]
 
 
-def _compile(files: AdapterFiles, base: BaseWeights) -> tuple[CompiledAdapter, AdapterWeights, ModuleTensors]:
+def _compile(
+    files: AdapterFiles, base: BaseWeights, *, round_factors: bool
+) -> tuple[CompiledAdapter, AdapterWeights, ModuleTensors]:
     """What the files do to the base, and the tensors it was made of."""
     method = find_method(files.config.get("peft_type"))
     _check_values(files.tensors)
@@ -127,7 +138,8 @@ def _compile(files: AdapterFiles, base: BaseWeights) -> tuple[CompiledAdapter, A
         is_one = dormant is patch
         patch = replicated.stacked(patch)
         dormant = patch if is_one else replicated.stacked(dormant)
-    return compiled, AdapterWeights(patch=patch, dormant_patch=dormant), tensors
+    weights = AdapterWeights(patch=patch, dormant_patch=dormant)
+    return compiled, weights.rounded() if round_factors else weights, tensors
 
 
 def _check_tokens(compiled: CompiledAdapter, base: BaseWeights) -> None:

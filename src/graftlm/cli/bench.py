@@ -25,9 +25,9 @@ DEFAULT_REQUESTS = 32
     EngineConfig,
     into="engine",
     fields=(
-        "adapters", "dtype", "quantization", "quantize_head", "quantize_skip", "quantization_cache", "requantize",
-        "deterministic", "device", "max_model_len", "kv_cache_bytes", "adapter_memory_bytes", "block_size",
-        "max_num_seqs", "max_num_batched_tokens", "prefill_chunk_tokens", "allow_pickle",
+        "adapters", "dtype", "adapter_dtype", "quantization", "quantize_head", "quantize_skip", "quantization_cache",
+        "requantize", "deterministic", "device", "max_model_len", "kv_cache_bytes", "adapter_memory_bytes",
+        "block_size", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk_tokens", "allow_pickle",
     ),
 )  # fmt: skip
 def bench(

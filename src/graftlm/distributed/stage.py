@@ -171,6 +171,7 @@ class Stage:
                 self._base,
                 max_bytes=self._config.adapter_memory_bytes,
                 allow_pickle=self._config.allow_pickle,
+                round_factors=self._config.rounds_factors,
             )
         except AdapterError as error:
             raise naming(part.name, error, hide=part.source) from error

@@ -226,6 +226,7 @@ class Engine:
             self._base,
             max_bytes=max_bytes,
             allow_pickle=self.config.allow_pickle,
+            round_factors=self.config.rounds_factors,
             texts=self._texts,
         )
         self._check_fits(loaded.adapter)
@@ -261,6 +262,7 @@ class Engine:
                 self._base,
                 max_bytes=self._residency.max_bytes,
                 allow_pickle=self.config.allow_pickle,
+                round_factors=self.config.rounds_factors,
             )
         except AdapterError as error:
             raise naming(adapter.name, error, hide=adapter.source.parent) from error

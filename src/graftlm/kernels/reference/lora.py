@@ -47,10 +47,14 @@ class LoraUpdate:
         """In float32 at least."""
         return self._map(widened)
 
+    def rounded(self) -> LoraUpdate:
+        """In bfloat16."""
+        return self._map(Tensor.bfloat16)
+
     def narrowed(self) -> LoraUpdate:
         """In bfloat16, if its factors are float32 numbers that bfloat16 holds exactly: half the memory to keep and to
         read, and the same results."""
-        narrow = self._map(Tensor.bfloat16)
+        narrow = self.rounded()
         pairs = zip(self.factors, narrow.factors, strict=True)
         is_exact = all(wide.dtype == torch.float32 and torch.equal(wide, other.float()) for wide, other in pairs)
         return narrow if is_exact else self

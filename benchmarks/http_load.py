@@ -150,7 +150,7 @@ def run(llm: AsyncLLM, live: LiveServer, arguments: argparse.Namespace) -> int:
     load = Load(url=live.url, bodies=bodies, order=order, num_clients=arguments.clients, seconds=arguments.seconds)
 
     engine_core, spent = core(llm), EngineTime()
-    engine_core._executor.execute = spent.watch("model", engine_core._executor.execute)
+    engine_core._executor.submit = spent.watch("model", engine_core._executor.submit)
     engine_core._sample = spent.watch("sampler", engine_core._sample)
     begun = seconds_by_thread()
     with multiprocessing.get_context("spawn").Pool(1) as pool:

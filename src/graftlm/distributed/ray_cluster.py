@@ -147,6 +147,8 @@ def actor_options(num_cpus: int, **options: Any) -> dict[str, Any]:
 
 def _connect(address: str | None, *, num_cpus: int) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # What is let go of may fail: it went to a worker that was given up.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if address is None:
         options |= {

@@ -21,6 +21,9 @@ from graftlm.distributed.ray_cluster import RayCall, RayCluster, RayProcess, act
 from graftlm.distributed.stage import Stage
 from graftlm.engine.executor import WorkerInfo
 
+# How long a rank waits for another that computes. One that is gone is noticed sooner, by its heart or its connection.
+RANK_SECONDS = 900.0
+
 
 class StageProcess:
     """What runs in an actor: a process that has imported everything, and holds a stage once it was told which.
@@ -43,7 +46,7 @@ class StageProcess:
             collective = GlooCollective(
                 plan.place,
                 address=ray.util.get_node_ip_address(),
-                timeout_seconds=plan.config.worker_timeout_seconds,
+                timeout_seconds=RANK_SECONDS,
             )
         self._stage = Stage(plan, collective)
         return self.describe()

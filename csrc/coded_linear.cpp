@@ -528,16 +528,43 @@ struct CodedColumns {
     }
 
     void scale_columns(float *to, int64_t start, int64_t stop, int64_t panel, int64_t group, int64_t groups, int v) const {
-        Vec scale = value_at(matrix.scale, panel, group, groups, rows, v), zero = splat(0.0f), minimum = splat(0.0f);
+        Vec scale = value_at(matrix.scale, panel, group, groups, rows, v), zero = splat(0.0f);
         if (matrix.zero) {
             const int8_t *from = matrix.zero + (panel * groups + group) * kPanel + v * kLanes;
             for (int lane = 0; lane < kLanes; lane++) zero[lane] = float(from[lane]);
         }
-        if (matrix.minimum.data) minimum = value_at(matrix.minimum, panel, group, groups, rows, v);
         for (int64_t k = start; k < stop; k++)
-            store(to + k * kPanel, (load(to + k * kPanel) - zero) * scale * matrix.factor + minimum);
+            store(to + k * kPanel, (load(to + k * kPanel) - zero) * scale * matrix.factor);
+        if (!matrix.minimum.data) return;
+        // Apart from the multiplication, or the compiler would round once for both.
+        Vec minimum = value_at(matrix.minimum, panel, group, groups, rows, v);
+        for (int64_t k = start; k < stop; k++) store(to + k * kPanel, load(to + k * kPanel) + minimum);
     }
 };
+
+// Rows [start, start + count) of W, from the beginning of a panel on.
+template <typename T> void decode_rows(const CodedMatrix &matrix, T *out, int64_t start, int64_t count, int threads) {
+    constexpr int64_t kWidth = 64;
+    CodedColumns source{matrix, matrix.rows, matrix.columns};
+    parallel((count + kPanel - 1) / kPanel, threads_for(count * matrix.columns, threads), [&](int64_t first, int64_t last) {
+        Lines<float> scratch(kWidth * kPanel);
+        for (int64_t panel = first; panel < last; panel++)
+            for (int64_t column = 0; column < matrix.columns; column += kWidth) {
+                source.read(start / kPanel + panel, column, kWidth, scratch.data());
+                int64_t stop = std::min(count, (panel + 1) * kPanel), width = std::min(kWidth, matrix.columns - column);
+                T *to = out + panel * kPanel * matrix.columns + column;
+                for (int64_t k = 0; k < width; k += kLanes)
+                    for (int64_t row = 0; row < stop - panel * kPanel; row += kLanes) {
+                        Vec rows[kLanes];
+                        for (int lane = 0; lane < kLanes; lane++) rows[lane] = load(scratch.data() + (k + lane) * kPanel + row);
+                        transpose<kLanes / 2>(rows);
+                        for (int64_t index = 0; index < std::min<int64_t>(kLanes, stop - panel * kPanel - row); index++)
+                            store_some(to + (row + index) * matrix.columns + k, rows[index],
+                                       int(std::min<int64_t>(kLanes, width - k)));
+                    }
+            }
+    });
+}
 
 }  // namespace
 }  // namespace graft
@@ -558,6 +585,14 @@ GRAFT_API void graft_pack_codes(void *packed, const void *codes, int bits, int64
 GRAFT_API void graft_unpack_codes(void *out, const void *packed, const int64_t *ids, int bits, int64_t count,
                                   int64_t columns, int threads) {
     unpack((uint8_t *)out, (const uint8_t *)packed, ids, bits, count, columns, threads);
+}
+
+// out: [count, matrix columns], rows from `start` on, a multiple of 16, columns in the order of the codes.
+GRAFT_API void graft_decode_rows(void *out, const CodedMatrix *matrix, int dtype, int64_t start, int64_t count, int threads) {
+    if (dtype == 0)
+        decode_rows(*matrix, (float *)out, start, count, threads);
+    else
+        decode_rows(*matrix, (bf16 *)out, start, count, threads);
 }
 
 // out: [rows, matrix rows] = x [rows, matrix columns] @ W^T + bias.

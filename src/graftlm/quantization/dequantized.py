@@ -14,6 +14,8 @@ from graftlm.quantization.weight import Weight
 
 # Elements dequantised at once: 16 MB in float32, so that the copy does not outgrow what quantising saved.
 SLAB_ELEMENTS = 1 << 22
+# Slabs begin where a panel of packed rows may.
+SLAB_ROWS = 16
 
 # Inputs [T, in] and a bias [out] or None -> x @ W.T + bias, [T, out].
 Product = Callable[[Tensor, Tensor | None], Tensor]
@@ -82,6 +84,8 @@ def decode_in_slabs(
     """A matrix [rows, columns] from a function that makes its rows [start, stop), in any dtype."""
     num_rows, num_columns = shape
     step = max(1, SLAB_ELEMENTS // num_columns)
+    if step > SLAB_ROWS:
+        step -= step % SLAB_ROWS
     matrix = torch.empty(shape, dtype=dtype, device=device)
     for start in range(0, num_rows, step):
         stop = min(start + step, num_rows)

@@ -152,6 +152,8 @@ class CodedMatrix:
         """The matrix's rows, to the bit what the codes it was packed from stand for. ids: int64 [T], each below the
         number of rows -> [T, in]."""
         ids = ids.contiguous()
+        if len(ids) >= PANEL_ROWS and int(ids[0]) % PANEL_ROWS == 0 and bool((ids.diff() == 1).all()):
+            return self._successive_rows(int(ids[0]), len(ids))
         codes = torch.empty((len(ids), self.shape[1]), dtype=torch.uint8)
         self._library.unpack_codes(
             codes.data_ptr(),
@@ -169,6 +171,20 @@ class CodedMatrix:
             minimum=None if self._minimum is None else _values_of_rows(self._minimum, ids),
         )
         return matrix.to(self.dtype)
+
+    def _successive_rows(self, start: int, count: int) -> Tensor:
+        """[count, in]. start: where a panel begins."""
+        out = torch.empty((count, self.shape[1]), dtype=self.dtype)
+        self._library.decode_rows(
+            out.data_ptr(),
+            ctypes.addressof(self._matrix),
+            DTYPE_CODES[self.dtype],
+            start,
+            count,
+            torch.get_num_threads(),
+        )
+        order = self._meaning.order
+        return out if order is None else torch.empty_like(out).index_copy_(1, order, out)
 
 
 def _in_panels(values: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ Both see the same batches and report the same losses, which is checked. Speed is
 time, so that other programs on the machine count for little; memory is the peak beyond what the process has before it
 loads the model.
 
-memory: Graft over a base of layers as TinyLlama-1.1B has them, half of the 22, with random weights, in bfloat16 and in four
-bits (QLoRA, the head included), one conversation at a time, layers recomputed in the backward pass, as one does who is
-short of memory.
+memory: Graft over a base of layers as TinyLlama-1.1B has them, half of the 22, with random weights, in bfloat16 and in
+four bits (QLoRA, the head included), one conversation at a time, layers recomputed in the backward pass, as one does
+who is short of memory.
 
 joint: four jobs of one document each on SmolLM2-135M in bfloat16, an update of all four together and of one after the
 other, in turns.

@@ -22,7 +22,7 @@ from benchmarks.results import conditions, write_section
 from graftlm.routing.costs import StepCosts
 from graftlm.routing.policy import RoutingPolicy
 from graftlm.routing.worker_table import RoutedRequest, WorkerReport, WorkerTable
-from graftlm.simulation.cluster import ClusterPlan, SimulatedCluster
+from graftlm.simulation.cluster import ClusterPlan, MakePolicy, SimulatedCluster
 from graftlm.simulation.outcome import percentile
 from graftlm.simulation.policies import POLICIES
 from graftlm.simulation.traffic import Traffic, arrivals
@@ -32,13 +32,15 @@ NUM_WORKERS = 4
 REPORT_SECONDS = 1.0
 # Long enough for a busy machine's hiccups to be small beside them.
 COSTS = StepCosts(
-    step_seconds=0.06,
-    row_seconds=0.004,
-    prompt_token_seconds=0.0015,
-    adapter_seconds=0.004,
-    load_seconds=0.35,
+    step_seconds=0.2,
+    row_seconds=0.012,
+    prompt_token_seconds=0.004,
+    adapter_seconds=0.012,
+    load_seconds=1.0,
     load_byte_seconds=0.0,
 )
+# Simulations of each row, with other random choices: policies that choose at random have more than one outcome.
+NUM_SIMULATIONS = 9
 SIZE = WorkerSize(max_num_seqs=8, adapter_memory_bytes=160_000_000)
 ZIPFS = (0.7, 1.0, 1.5)
 FIGURES = ("wait p50", "wait p95", "first token p50", "first token p95", "latency p50", "latency p95")
@@ -246,10 +248,16 @@ async def measure_all(traffic: Traffic, warm_up: float) -> dict[str, Times]:
     return dict(zip(policies, times, strict=True))
 
 
-def predict(name: str, traffic: Traffic, warm_up: float) -> Times:
-    """The same in the simulator."""
+def predict(name: str, traffic: Traffic, warm_up: float) -> list[float]:
+    """The same figures by the simulator: their medians over several simulations."""
+    runs = [simulate(POLICIES[name], traffic, warm_up, seed).figures() for seed in range(NUM_SIMULATIONS)]
+    return [statistics.median(values) for values in zip(*runs, strict=True)]
+
+
+def simulate(make: MakePolicy, traffic: Traffic, warm_up: float, seed: int) -> Times:
+    """One simulation. seed: of the policy's choices."""
     plan = ClusterPlan(num_workers=NUM_WORKERS, num_routers=1, report_seconds=REPORT_SECONDS)
-    run = SimulatedCluster(plan, SIZE, COSTS, POLICIES[name]).run(traffic)
+    run = SimulatedCluster(plan, SIZE, COSTS, lambda clock, _: make(clock, seed)).run(traffic)
     times = Times()
     for request in run.requests:
         if request.arrived >= warm_up:
@@ -264,8 +272,8 @@ def predict(name: str, traffic: Traffic, warm_up: float) -> Times:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=90.0, help="in which requests come, for each row")
-    parser.add_argument("--load", type=float, default=8.0, help="requests per second")
+    parser.add_argument("--seconds", type=float, default=240.0, help="in which requests come, for each row")
+    parser.add_argument("--load", type=float, default=2.6, help="requests per second")
     parser.add_argument("--write", action="store_true", help="write the section of RESULTS.md")
     options = parser.parse_args()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -283,7 +291,7 @@ def main() -> None:
             output_tokens=16,
         )
         for name, times in asyncio.run(measure_all(traffic, warm_up)).items():
-            measured, predicted = times.figures(), predict(name, traffic, warm_up).figures()
+            measured, predicted = times.figures(), predict(name, traffic, warm_up)
             off = [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
             errors.append(off)
             shown = [f"{m:.3f} / {p:.3f} ({e:+.0%})" for m, p, e in zip(measured, predicted, off, strict=True)]
@@ -297,7 +305,7 @@ def main() -> None:
             f"{NUM_WORKERS} Ray actors that sleep for as long as a step would take, one router, reports every "
             f"{REPORT_SECONDS:g} s, {options.load:g} requests a second for {options.seconds:g} s, "
             f"{25 * NUM_WORKERS} adapters and room for {SIZE.adapter_memory_bytes // 10_000_000} in each worker. "
-            f"Seconds: measured / predicted (error). {conditions()}.",
+            f"Seconds: measured / predicted (error); predictions are medians of {NUM_SIMULATIONS}. {conditions()}.",
             "",
             "| Zipf | policy | " + " | ".join(FIGURES) + " |",
             "| --- " * (2 + len(FIGURES)) + "|",

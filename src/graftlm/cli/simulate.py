@@ -135,16 +135,16 @@ def _print_table(rows: Sequence[_Row], measured: str) -> None:
 
     table = Table("workers", "zipf", box=None, pad_edge=False)
     table.add_column("policy", no_wrap=True)
-    for name in ("met", "wait p50", "wait p95", "first token p95", "latency p95", "cold"):
-        table.add_column(name, justify="right")
+    for name in ("met", "wait p95", "first p95", "end p95", "cold"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         out = row.outcome
-        times = (out.wait_p50, out.wait_p95, out.first_token_p95, out.latency_p95)
-        shown = (f"{seconds:.3f} s" if math.isfinite(seconds) else "never" for seconds in times)
+        times = (out.wait_p95, out.first_token_p95, out.latency_p95)
+        shown = (f"{seconds:.3f}" if math.isfinite(seconds) else "never" for seconds in times)
         table.add_row(str(row.workers), f"{row.zipf:g}", row.policy, f"{out.attainment:.1%}", *shown, f"{out.cold:.0%}")
     console = Console()
     console.print(table)
-    console.print(f"Predicted, not measured; steps: {measured}.")
+    console.print(f"Seconds since arrival. Predicted, not measured; steps: {measured}.")
 
 
 def _write_json(rows: Sequence[_Row], path: Path, costs: StepCosts, measured: str) -> None:

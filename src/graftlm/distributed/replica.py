@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections import Counter
@@ -26,9 +27,11 @@ from graftlm.engine.executor import WorkerWork
 from graftlm.engine.request_stream import RequestStream
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.engine.tenant import Tenant
-from graftlm.errors import AdapterChanged, AdapterError, EngineClosed, GraftError
+from graftlm.errors import AdapterChanged, AdapterError, EngineClosed, GraftError, StepFailed
 from graftlm.routing.costs import StepCosts
 from graftlm.routing.worker_table import WorkerReport
+
+logger = logging.getLogger(__name__)
 
 # Without news a replica still says that often that it is there.
 HEARTBEAT_SECONDS = 1.0
@@ -56,6 +59,7 @@ class Replica:
         self._news = asyncio.Event()
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._uses: Counter[str] = Counter()
+        self._naming = asyncio.Lock()
         self._num_accepted = 0
         self._num_ended = 0
         self._told_at = 0.0
@@ -87,8 +91,10 @@ class Replica:
     def submit(self, request: ReplicaRequest) -> None:
         """Take a request; what becomes of it is among the news."""
         self._num_accepted += 1
+        self._uses.update(_digests(request))
         task = asyncio.get_running_loop().create_task(self._run(request))
         self._tasks[request.job_id] = task
+        task.add_done_callback(lambda _: self._end(request))
 
     def abort(self, job_id: str) -> None:
         """Give a request up. Unknown ones are fine."""
@@ -103,9 +109,10 @@ class Replica:
             forget: digests that nobody needs; those of requests that run here stay. prepare: adapters that will be
                 asked for, to be read if they have not been.
         """
-        for digest in forget:
-            if not self._uses[digest] and digest in self._llm.adapters:
-                await self._llm.unload_adapter(digest)
+        async with self._naming:
+            for digest in forget:
+                if not self._uses[digest] and digest in self._llm.adapters:
+                    await self._llm.unload_adapter(digest)
         for recipe in prepare:
             for part in recipe.parts:
                 if part.digest not in self._llm.adapters:
@@ -151,18 +158,22 @@ class Replica:
         )
 
     async def _run(self, request: ReplicaRequest) -> None:
-        digests = () if request.adapter is None else tuple(part.digest for part in request.adapter.parts)
-        self._uses.update(digests)
         try:
             await self._answer(request)
         except GraftError as error:
             told = _named(error, request.adapter) if isinstance(error, AdapterError) else error
             self._say(ReplicaFailure(job_id=request.job_id, error=told, is_fatal=isinstance(error, EngineClosed)))
-        finally:
-            self._uses.subtract(digests)
-            self._streams.pop(request.job_id, None)
-            del self._tasks[request.job_id]
-            self._num_ended += 1
+        except Exception:
+            logger.exception("request %s has failed", request.job_id)
+            broken = StepFailed("the engine failed while computing this request", do="send it again")
+            self._say(ReplicaFailure(job_id=request.job_id, error=broken, is_fatal=False))
+
+    def _end(self, request: ReplicaRequest) -> None:
+        """Whatever became of it, and also if it never began."""
+        self._uses.subtract(_digests(request))
+        self._streams.pop(request.job_id, None)
+        del self._tasks[request.job_id]
+        self._num_ended += 1
 
     async def _answer(self, request: ReplicaRequest) -> None:
         adapter = None
@@ -195,8 +206,10 @@ class Replica:
 
     async def _know(self, part: AdapterPart) -> None:
         """Have an adapter read, once for all that wait for it."""
-        if part.digest in self._llm.adapters:
-            return
+        async with self._naming:
+            # What is being forgotten is gone by now, and what is in use will not be.
+            if part.digest in self._llm.adapters:
+                return
         # Whoever waits may give up; the others still want it.
         await asyncio.shield(self._start_load(part))
 
@@ -230,6 +243,10 @@ class Replica:
     def _say(self, event: ReplicaEvent) -> None:
         self._events.append(event)
         self._news.set()
+
+
+def _digests(request: ReplicaRequest) -> tuple[str, ...]:
+    return () if request.adapter is None else tuple(part.digest for part in request.adapter.parts)
 
 
 def _choice(recipe: AdapterRecipe) -> str | dict[str, float]:

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -62,11 +62,12 @@ class ReplicaPool(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class Member:
-    """A replica that takes jobs. status: as it said last."""
+    """A replica that takes jobs. status: as it said last. prepared: digests that it was told to read in advance."""
 
     handle: ReplicaHandle
     description: StageDescription
     status: ReplicaStatus
+    prepared: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -242,7 +243,7 @@ class ReplicaGroup:
             forget, prepare = (), ()
             if news.status is not None:
                 self._note(member, news.status)
-                forget = [digest for digest in news.status.known if not self._registry.num_users(digest)]
+                forget = self._to_forget(news.status)
                 prepare = self._to_prepare(member)
             for event in news.events:
                 self._tell(Said(member=member, event=event))
@@ -266,11 +267,21 @@ class ReplicaGroup:
         self._residency.forget(member.handle.id)
         self._tell(Lost(member=member))
 
+    def _to_forget(self, status: ReplicaStatus) -> list[str]:
+        """Digests that a replica knows and nobody needs."""
+        digests = [digest for digest in status.known if not self._registry.num_users(digest)]
+        with self._lock:
+            for digest in digests:
+                self._homes.forget(digest)
+        return digests
+
     def _to_prepare(self, member: Member) -> list[AdapterRecipe]:
         """Adapters that belong on a replica and are not known there."""
-        known = member.status.known
+        known = member.status.known | member.prepared
         adapters = [adapter for adapter in self._registry.adapters.values() if adapter.digest not in known]
         now = time.monotonic()
         with self._lock:
             missing = [adapter for adapter in adapters if member.handle.id in self._homes.homes(adapter.digest, now)]
-        return [AdapterRecipe.of(adapter) for adapter in missing[:MAX_PREPARED]]
+        chosen = missing[:MAX_PREPARED]
+        member.prepared.update(adapter.digest for adapter in chosen)
+        return [AdapterRecipe.of(adapter) for adapter in chosen]

@@ -58,7 +58,7 @@ class ExpectedCompletion:
     def choose(self, request: RoutedRequest, table: WorkerTable) -> str:
         homes: tuple[str, ...] = ()
         if request.adapter is not None:
-            self._homes.set_workers([view.id for view in table.workers])
+            self._homes.set_workers(table.ids)
             now = self._clock()
             self._homes.asked_for(request.adapter, now)
             homes = self._homes.homes(request.adapter, now)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 # Workers are ranked up to here for each adapter; no adapter needs more homes than that to be found.
 _MAX_RANKED = 64
+_MASK = (1 << 64) - 1
 
 
 class AdapterHomes:
@@ -29,6 +30,7 @@ class AdapterHomes:
         self._headroom = headroom
         self._half_life = half_life_seconds
         self._workers: tuple[str, ...] = ()
+        self._hashes: dict[str, int] = {}
         self._ranked: dict[str, tuple[str, ...]] = {}
         self._demand: dict[str, float] = {}
         self._total = 0.0
@@ -36,14 +38,11 @@ class AdapterHomes:
         self._counts: dict[str, int] = {}
         self._shrunk_at: dict[str, float] = {}
 
-    @property
-    def workers(self) -> tuple[str, ...]:
-        return self._workers
-
     def set_workers(self, worker_ids: Sequence[str]) -> None:
         """The workers that there are now."""
         if tuple(worker_ids) != self._workers:
             self._workers = tuple(worker_ids)
+            self._hashes = {worker_id: _hash(worker_id) for worker_id in self._workers}
             self._ranked.clear()
 
     def asked_for(self, adapter: str, now: float) -> None:
@@ -67,13 +66,11 @@ class AdapterHomes:
         count = self._count(adapter, now)
         ranked = self._ranked.get(adapter)
         if ranked is None or len(ranked) < min(count, len(self._workers)):
-            ranked = tuple(heapq.nlargest(max(count, _MAX_RANKED), self._workers, key=lambda id: _score(adapter, id)))
+            own = _hash(adapter)
+            scores = {worker_id: _mix(own ^ hashed) for worker_id, hashed in self._hashes.items()}
+            ranked = tuple(heapq.nlargest(max(count, _MAX_RANKED), scores, key=scores.__getitem__))
             self._ranked[adapter] = ranked
         return ranked[:count]
-
-    def demanded(self) -> list[str]:
-        """Adapters that were asked for lately, the most demanded first."""
-        return sorted(self._demand, key=lambda adapter: -self._demand[adapter])
 
     def _count(self, adapter: str, now: float) -> int:
         num_workers = len(self._workers)
@@ -95,10 +92,19 @@ class AdapterHomes:
             return
         self._faded_at = now
         factor = 0.5 ** (elapsed / self._half_life)
+        self._demand = {adapter: demand * factor for adapter, demand in self._demand.items()}
         # What is less than this is a request of long ago.
-        self._demand = {adapter: demand * factor for adapter, demand in self._demand.items() if demand * factor > 0.01}
+        for adapter in [adapter for adapter, demand in self._demand.items() if demand < 0.01]:
+            self.forget(adapter)
         self._total = sum(self._demand.values())
 
 
-def _score(adapter: str, worker_id: str) -> bytes:
-    return hashlib.blake2b(f"{adapter} {worker_id}".encode(), digest_size=8).digest()
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def _mix(value: int) -> int:
+    """A score from 64 bits, one to one. Source: the finaliser of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 31

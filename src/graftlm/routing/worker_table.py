@@ -82,6 +82,7 @@ class WorkerTable:
         self._workers: dict[str, WorkerView] = {}
         self._holders: dict[str, dict[str, WorkerView]] = {}
         self._listed: list[WorkerView] | None = None
+        self._ids: tuple[str, ...] | None = None
 
     @property
     def workers(self) -> Sequence[WorkerView]:
@@ -89,6 +90,13 @@ class WorkerTable:
         if self._listed is None:
             self._listed = list(self._workers.values())
         return self._listed
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Of the workers, in the same order; the same object as long as they are the same."""
+        if self._ids is None:
+            self._ids = tuple(self._workers)
+        return self._ids
 
     def holders(self, adapter: str) -> Collection[WorkerView]:
         """Those that have an adapter in memory, or were sent a request for it."""
@@ -102,14 +110,14 @@ class WorkerTable:
         """A worker can be chosen from now on."""
         self.leave(worker_id)
         self._workers[worker_id] = WorkerView(id=worker_id, max_num_seqs=max_num_seqs, costs=report.costs)
-        self._listed = None
+        self._listed = self._ids = None
         self.report(worker_id, report)
 
     def leave(self, worker_id: str) -> None:
         """A worker is not chosen any more. Unknown ones are fine."""
         view = self._workers.pop(worker_id, None)
         if view is not None:
-            self._listed = None
+            self._listed = self._ids = None
             self._hold(view, frozenset())
 
     def report(self, worker_id: str, report: WorkerReport) -> None:

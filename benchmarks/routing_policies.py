@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -51,7 +52,7 @@ def _section(content: dict[str, Any], options: argparse.Namespace) -> str:
         row = {name: cells[zipf, workers, name] for name in policies}
         waits = {name: _seconds(run["wait_p95"]) for name, run in row.items()}
         num_best += waits[OURS] <= min(waits.values())
-        cells_of_row = [f"{waits[name]:.2f} s, {run['attainment']:.0%}, {run['cold']:.0%}" for name, run in row.items()]
+        cells_of_row = [f"{_shown(waits[name])}, {run['attainment']:.0%}, {run['cold']:.0%}" for name, run in row.items()]
         lines.append(f"| {zipf:g} | {workers} | {' | '.join(cells_of_row)} |")
     return "\n".join(
         [
@@ -73,8 +74,12 @@ def _section(content: dict[str, Any], options: argparse.Namespace) -> str:
     )
 
 
+def _shown(seconds: float) -> str:
+    return f"{seconds:.2f} s" if math.isfinite(seconds) else "never"
+
+
 def _seconds(value: float | None) -> float:
-    return float("inf") if value is None else value
+    return math.inf if value is None else value
 
 
 if __name__ == "__main__":

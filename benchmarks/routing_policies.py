@@ -52,8 +52,8 @@ def _section(content: dict[str, Any], options: argparse.Namespace) -> str:
         row = {name: cells[zipf, workers, name] for name in policies}
         waits = {name: _seconds(run["wait_p95"]) for name, run in row.items()}
         num_best += waits[OURS] <= min(waits.values())
-        cells_of_row = [f"{_shown(waits[name])}, {run['attainment']:.0%}, {run['cold']:.0%}" for name, run in row.items()]
-        lines.append(f"| {zipf:g} | {workers} | {' | '.join(cells_of_row)} |")
+        shown = [f"{_shown(waits[name])}, {run['attainment']:.0%}, {run['cold']:.0%}" for name, run in row.items()]
+        lines.append(f"| {zipf:g} | {workers} | {' | '.join(shown)} |")
     return "\n".join(
         [
             f"Steps as measured for {content['measured']}; {float(options.load):.0%} of what workers could compute, "

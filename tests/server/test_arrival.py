@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from graftlm import AsyncLLM
+from graftlm.server.json_body import MAX_MEMBERS
+from graftlm.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, ResponseRequest
 from tests.server.conftest import Files
 from tests.server.live_server import DEADLINE_SECONDS, LiveServer, error_of, serving
 from tests.server.test_disconnect import wait_until
@@ -129,6 +132,35 @@ def test_no_depth_of_a_schema_is_the_servers_fault(server: LiveServer, route: st
     assert {*statuses[:3]} == {200}
     assert {*statuses} == {200, 400}
     assert {*statuses[-5:]} == {400}
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "items"),
+    [
+        (CompletionRequest, "stop", [1]),
+        (CompletionRequest, "stop_token_ids", ["1"]),
+        (CompletionRequest, "guided_choice", [1]),
+        (ChatRequest, "messages", [1]),
+        (ChatRequest, "messages", [{"role": "user", "content": [1] * 1000}]),
+        (ChatRequest, "tools", [1]),
+        (ResponseRequest, "input", [1]),
+        (ResponseRequest, "tools", [1]),
+        (DetokenizeRequest, "tokens", [-1]),
+    ],
+    ids=str,
+)
+def test_of_a_thousand_mistakes_one_is_told(body: type[BaseModel], field: str, items: list[Any]) -> None:
+    # To find a million takes half a minute, in which nobody is served.
+    with pytest.raises(ValidationError) as refused:
+        body.model_validate({field: items * 1000})
+    assert len([error for error in refused.value.errors() if error["loc"][0] == field]) == 1
+
+
+@pytest.mark.parametrize("members", [{f"k{index}": 1 for index in range(MAX_MEMBERS)}, {"tools": [{"a": 1}] * 40_000}])
+def test_objects_have_so_many_members_and_no_more(server: LiveServer, members: dict[str, Any]) -> None:
+    error = error_of(server.http.post("/v1/chat/completions", json={"model": "red", **members}))
+    assert error["code"] == "json_invalid"
+    assert str(MAX_MEMBERS) in error["message"]
 
 
 def test_a_name_of_megabytes_is_not_sent_back(server: LiveServer) -> None:

@@ -90,9 +90,23 @@ def test_special_tokens_show_in_the_text_of_one_token_and_nowhere_else(byte_leve
     assert len(byte_level) == 259
 
 
-def test_half_a_surrogate_pair_is_refused(byte_level: Tokenizer) -> None:
+def test_long_texts_are_read_and_written_as_short_ones_are(byte_level_folder: Path) -> None:
+    add_bos(byte_level_folder)
+    tokenizer, expected = load_tokenizer(byte_level_folder), AutoTokenizer.from_pretrained(byte_level_folder)
+    text = "Hello . It 's  naïve 漢字 👩‍👧 \n\t" * 200
+    for special in (True, False):
+        ids = tokenizer.encode(text, add_special_tokens=special)
+        assert ids == expected.encode(text, add_special_tokens=special)
+        for skipped in (True, False):
+            assert tokenizer.decode(ids, skip_special_tokens=skipped) == expected.decode(
+                ids, skip_special_tokens=skipped
+            )
+
+
+@pytest.mark.parametrize("before", ["a", "a" * 5000], ids=len)
+def test_half_a_surrogate_pair_is_refused(byte_level: Tokenizer, before: str) -> None:
     with pytest.raises(InvalidRequest, match="not valid Unicode") as refused:
-        byte_level.encode("a\ud83d")
+        byte_level.encode(f"{before}\ud83d")
     assert refused.value.param == "prompt"
     with pytest.raises(InvalidRequest, match="not valid Unicode") as refused:
         byte_level.encode_chat([{"role": "user", "content": "a\ud83d"}])

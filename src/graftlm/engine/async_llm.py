@@ -200,7 +200,8 @@ class AsyncLLM:
         Raises:
             ModelNotFound, AdapterError
         """
-        return tuple(map((await self.tokenizer_of(adapter)).token, token_ids))
+        token = (await self.tokenizer_of(adapter)).token
+        return await asyncio.to_thread(lambda: tuple(map(token, token_ids)))
 
     async def apply_chat_template(
         self, messages: Sequence[Message], *, adapter: str | None = None, **options: Any

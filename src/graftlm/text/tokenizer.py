@@ -15,8 +15,8 @@ from graftlm.errors import CheckpointError, InvalidRequest
 from graftlm.text.gguf_tokenizer import read_gguf_tokenizer
 from graftlm.text.tool_calls.description import tell_tools
 
-# In characters. Longer texts are read outside of the interpreter's lock, as only batches can be: 1000 characters take
-# some 2 ms.
+# In characters, and tokens. Longer texts are read and written outside of the interpreter's lock, as only batches can
+# be: 1000 characters take some 2 ms.
 _LONG_TEXT = 2000
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
@@ -102,7 +102,11 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids, special tokens left out unless they are wanted."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = list(token_ids)
+        if len(ids) < _LONG_TEXT:
+            text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        else:
+            [text] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def is_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:

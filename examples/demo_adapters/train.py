@@ -2,7 +2,7 @@
 
 Owns the recipe of each adapter, and what is done to a trained folder before it is shipped.
 
-    python examples/demo_adapters/train.py [--adapter pirate] [--output DIR] [--threads 2]
+    python examples/demo_adapters/train.py [--adapter pirate] [--output DIR] [--work DIR] [--threads 2]
 """
 
 import argparse
@@ -20,10 +20,11 @@ from graftlm import EngineConfig
 from graftlm.demo import HUB_ID, demo_model, demo_quantization
 from graftlm.training import TrainingJob, train_together
 from graftlm.training.job_run import JobRun
+from graftlm.training.output import CHECKPOINT_NAME
 
 HERE = Path(__file__).parent
 SHIPPED = HERE.parents[1] / "src" / "graftlm" / "demo" / "adapters"
-REPORT_EVERY = 10
+REPORT_EVERY, SAVE_EVERY = 10, 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Recipe:
             epochs=self.epochs,
             lr=1e-3,
             seed=seed,
-            save_every=0,
+            save_every=SAVE_EVERY,
         )
 
     @property
@@ -74,7 +75,7 @@ RECIPES = {
         rank=4,
         alpha=8,
         modules=f"{ATTENTION},gate_proj,up_proj,down_proj",
-        epochs=2,
+        epochs=3,
     ),
 }
 
@@ -103,6 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--adapter", choices=[*RECIPES, "all"], default="all")
     parser.add_argument("--output", type=Path, default=SHIPPED, help="folder that gets one folder per adapter")
+    parser.add_argument("--work", type=Path, help="folder to train in, where what was stopped goes on")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -110,10 +112,12 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     names = list(RECIPES) if args.adapter == "all" else [args.adapter]
     with tempfile.TemporaryDirectory() as scratch:
+        work = args.work or Path(scratch)
         begun = time.perf_counter()
         trained = train_together(
             EngineConfig(model=demo_model(), **demo_quantization(None)),
-            [RECIPES[name].job(name, Path(scratch), args.seed) for name in names],
+            [RECIPES[name].job(name, work, args.seed) for name in names],
+            resume=any(work.glob(f"*/{CHECKPOINT_NAME}")),
             report=report,
         )
         print(f"trained in {time.perf_counter() - begun:.0f} s")

@@ -9,7 +9,7 @@ import pytest
 
 from graftlm.config import EngineConfig
 from graftlm.errors import ConfigurationError, TrainingFailed
-from graftlm.training import train, train_together
+from graftlm.training import TrainedAdapter, train, train_together
 from graftlm.training.job import make_job
 from tests.training.peft_loop import completion_rows, write_rows
 
@@ -73,6 +73,25 @@ def test_a_checkpoint_of_other_settings_is_refused_with_the_differences(llama: P
     write_rows(tmp_path / "rows.jsonl", completion_rows()[::-1])
     with pytest.raises(ConfigurationError, match="data: "):
         train(llama, output=tmp_path / "out", resume=True, **common)
+
+
+def test_of_several_jobs_those_that_had_finished_stay_as_they_are(llama: Path, tmp_path: Path) -> None:
+    common = settings(tmp_path)
+    short, long = (
+        make_job({**common, "output": tmp_path / name, "steps": n}) for name, n in (("short", 2), ("long", 5))
+    )
+    train_together(EngineConfig(model=llama), [short, long], is_stopped=stop_after(3))
+    before = (tmp_path / "short" / "adapter_model.safetensors").read_bytes()
+    told: list[TrainedAdapter] = []
+    resumed = train_together(EngineConfig(model=llama), [short, long], resume=True, conclude=told.append)
+    assert [(adapter.name, adapter.step, adapter.finished) for adapter in resumed] == [
+        ("short", 2, True), ("long", 5, True)
+    ]  # fmt: skip
+    assert told == resumed
+    assert resumed[0].metrics["step"] == 2
+    assert (tmp_path / "short" / "adapter_model.safetensors").read_bytes() == before
+    with pytest.raises(ConfigurationError, match="no checkpoint to resume from"):
+        train_together(EngineConfig(model=llama), [short, long], resume=True)
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(llama: Path, tmp_path: Path) -> None:

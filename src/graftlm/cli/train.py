@@ -22,6 +22,7 @@ from graftlm.training.job_file import read_job_file
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import TaskID
     from rich.text import Text
 
     from graftlm.engine.base import Base
@@ -188,7 +189,7 @@ def _train(
         Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as progress,
         _stop_on_interrupt() as stop,
     ):
-        tasks = {job.label: progress.add_task(job.label, total=None, loss="") for job in jobs}
+        tasks: dict[str, TaskID] = {}
         begun: dict[str, tuple[float, int]] = {}
 
         def report(run: JobRun) -> None:
@@ -200,7 +201,9 @@ def _train(
                 loss += f", {speed:,.0f} tokens/s"
             if log is not None:
                 log.add(run.job.label, metrics)
-            progress.update(tasks[run.job.label], completed=run.step, total=run.num_steps, loss=loss)
+            if (name := run.job.label) not in tasks:
+                tasks[name] = progress.add_task(name, loss="")
+            progress.update(tasks[name], completed=run.step, total=run.num_steps, loss=loss)
 
         train_together(
             config,

@@ -24,6 +24,12 @@ class MetricsLog:
         except OSError as cause:
             raise TrainingFailed("the metrics cannot be written", got=str(cause)[:200]) from cause
 
+    def last(self) -> dict[str, float]:
+        """What was appended last; nothing if there is none."""
+        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+        values: dict[str, float] = json.loads(lines[-1]) if lines else {}
+        return values
+
     def rewind(self, step: int) -> None:
         """Forget updates after `step`: they will be made again."""
         if not self._path.exists():

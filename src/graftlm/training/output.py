@@ -36,6 +36,11 @@ def check_folder(folder: Path, *, resume: bool) -> None:
         )
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether a job has written its adapter there and is through."""
+    return (folder / CONFIG_NAME).is_file() and not (folder / CHECKPOINT_NAME).exists()
+
+
 def make_folder(folder: Path) -> None:
     """Raises: ConfigurationError: it cannot be made."""
     try:

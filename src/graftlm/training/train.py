@@ -21,7 +21,8 @@ from graftlm.training.document import Document, Example
 from graftlm.training.documents import Documents, load_documents
 from graftlm.training.job import TrainingJob, make_job
 from graftlm.training.job_run import JobRun
-from graftlm.training.output import check_folder
+from graftlm.training.metrics_log import MetricsLog
+from graftlm.training.output import METRICS_NAME, check_folder, is_finished
 from graftlm.training.start import Start, choose_start
 from graftlm.training.trainer import Trainer
 
@@ -100,7 +101,8 @@ def train_together(
     Args:
         config: the base, its dtype, quantisation and device.
         gradient_checkpointing: compute each layer again in the backward pass: less memory, a third more time.
-        resume: go on from the checkpoints in the jobs' output folders.
+        resume: go on from the checkpoints in the jobs' output folders. Jobs that have finished stay as they are, unless
+            all have.
         report: called after each update of a job. is_stopped: asked between updates; true saves checkpoints and ends.
         conclude: called in the end with each adapter that is returned, also when other jobs have failed.
 
@@ -108,16 +110,20 @@ def train_together(
         ConfigurationError, CheckpointError, AdapterError, TrainingDataError: before anything is written.
         TrainingFailed: jobs cannot go on; the others have finished.
     """
-    check_outputs(jobs, resume=resume)
+    check_distinct(jobs)
+    done = _finished_before(jobs) if resume else {}
+    left = [job for job in jobs if job not in done]
+    check_outputs(left, resume=resume)
     base = load_frozen_base(config)
-    prepared = [prepare_job(job, base, str(config.model)) for job in jobs]
+    prepared = [prepare_job(job, base, str(config.model)) for job in left]
     # What loading took and gave back is the heap's until it is told.
     return_free_memory()
     trainer = Trainer(base.decoder, recompute_layers=gradient_checkpointing)
     for item in prepared:
         trainer.add(start_run(item, base, resume=resume))
     trainer.train(report=report, is_stopped=is_stopped)
-    trained = [
+    trained = list(done.values())
+    trained += [
         TrainedAdapter(
             name=run.job.label,
             folder=run.folder,
@@ -133,6 +139,22 @@ def train_together(
     if failed := [f"{run.job.label}: {run.failure}" for run in trainer.runs if run.state == "failed"]:
         raise TrainingFailed("training failed", got="; ".join(failed))
     return trained
+
+
+def _finished_before(jobs: Sequence[TrainingJob]) -> dict[TrainingJob, TrainedAdapter]:
+    """Jobs that were through when a run of several was stopped; none if all are: then nothing is there to resume."""
+    done: dict[TrainingJob, TrainedAdapter] = {}
+    for job in jobs:
+        folder = Path(job.output).expanduser()
+        if is_finished(folder):
+            metrics = MetricsLog(folder / METRICS_NAME).last()
+            step = int(metrics.get("step", 0))
+            done[job] = TrainedAdapter(name=job.label, folder=folder, step=step, finished=True, metrics=metrics)
+    if len(done) == len(jobs):
+        return {}
+    for job in done:
+        logger.warning("%s: finished before, and stays as it is", job.label)
+    return done
 
 
 def load_frozen_base(config: EngineConfig) -> Base:

@@ -26,11 +26,14 @@ Generate = Callable[[list[list[int]], int], int]
 
 
 def measure_graft(job: Job) -> dict[str, Any]:
-    from graftlm.config import EngineConfig
+    from graftlm.config import AdapterDType, EngineConfig
     from graftlm.engine.engine import Engine
     from graftlm.workload import Workload, measure_workloads
 
-    engine = Engine(EngineConfig(model=job["model"], adapters=job["adapters"], prefix_cache=False))
+    # vLLM keeps adapters in the model's dtype; PEFT computes with them in float32.
+    adapter_dtype: AdapterDType = "bfloat16" if job["dtype"] == "bfloat16" else "auto"
+    config = EngineConfig(model=job["model"], adapters=job["adapters"], adapter_dtype=adapter_dtype, prefix_cache=False)
+    engine = Engine(config)
     workloads = [
         Workload(
             num_requests=size,

@@ -2,10 +2,10 @@
 
 Requests of 128 prompt and 64 output tokens on SmolLM2-135M, greedy, end tokens ignored: without adapters, and with 1, 8
 and 32 random ones of rank 16 on all linear layers, which take turns over the requests. transformers stands for PEFT
-(`adapter_names`) where there are adapters; llama.cpp answers one request at a time. Every measurement is a fresh
-process and systems take turns, so a slow minute of the machine hits all of them. Rounds go on until the time is up, and
-medians are shown; a system that fails is named with its error and left out. The machine's limits are measured in each
-of Graft's processes.
+(`adapter_names`) where there are adapters, which Graft and vLLM keep in the run's dtype, and PEFT in float32; llama.cpp
+answers one request at a time. Every measurement is a fresh process and systems take turns, so a slow minute of the
+machine hits all of them. Rounds go on until the time is up, and medians are shown; a system that fails is named with
+its error and left out. The machine's limits are measured in each of Graft's processes.
 
     python benchmarks/vs_peers.py [--dtype bfloat16|float32] [--budget-seconds 360] [--quick]
         [--python vllm=/path/to/its/python]

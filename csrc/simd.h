@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -134,8 +134,30 @@ inline Vec select(IntVec where, Vec yes, Vec no) {
 inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 inline Vec min(Vec a, Vec b) { return select(a < b, a, b); }
 
-// e^x within 2 units in the last place; 0 below -87.3, infinity above 88.7, NaN for NaN.
+// e^x within 2 units in the last place; 0 (or nearly) below -87.3, infinity above 88.7, NaN for NaN.
 // Method: x = n ln 2 + r with ln 2 in two parts, a polynomial in r, and n added to the exponent (Cephes, expf).
+inline Vec exp_polynomial(Vec r) {
+    Vec p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    return p * (r * r) + r + 1.0f;
+}
+
+#if defined(__AVX512F__)
+inline Vec exp(Vec x) {
+    // Of a NaN and a number these take the second operand. The forms without a mask make GCC 12 warn of its own headers.
+    constexpr __mmask16 kAll = 0xffff;
+    x = (Vec)_mm512_maskz_max_ps(kAll, (__m512)splat(-104.0f), (__m512)x);
+    x = (Vec)_mm512_maskz_min_ps(kAll, (__m512)splat(89.0f), (__m512)x);
+    Vec whole = (Vec)_mm512_maskz_roundscale_ps(kAll, (__m512)(x * 1.44269504088896341f), 0);
+    Vec r = x - whole * 0.693359375f;
+    r = r + whole * 2.12194440e-4f;
+    return (Vec)_mm512_maskz_scalef_ps(kAll, (__m512)exp_polynomial(r), (__m512)whole);
+}
+#else
 inline Vec exp(Vec x) {
     Vec clamped = min(max(x, splat(-87.3f)), splat(88.7f));
     Vec scaled = clamped * 1.44269504088896341f;
@@ -145,13 +167,7 @@ inline Vec exp(Vec x) {
     Vec whole = shifted - 12582912.0f;
     Vec r = clamped - whole * 0.693359375f;
     r = r + whole * 2.12194440e-4f;
-    Vec p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    Vec value = p * (r * r) + r + 1.0f;
+    Vec value = exp_polynomial(r);
     // In two steps: 2^128 alone is no float.
     IntVec half = n >> 1;
     value = value * (Vec)((half + 127) << 23) * (Vec)((n - half + 127) << 23);
@@ -159,6 +175,7 @@ inline Vec exp(Vec x) {
     value = select(x > splat(88.7f), splat(__builtin_inff()), value);
     return select(x != x, x, value);
 }
+#endif
 
 inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
 

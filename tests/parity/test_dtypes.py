@@ -39,7 +39,9 @@ def test_r037_adapters_saved_in_half_precision_are_computed_in_float32_as_peft_d
         exact = untied.llm.logits(prompt, adapter="full")
         for name in halves:
             assert 0 < (untied.llm.logits(prompt, adapter=name) - exact).abs().max() < 5e-2, name
-            assert untied.llm.adapters[name].num_bytes == untied.llm.adapters["full"].num_bytes
+            # What bfloat16 holds stays in it.
+            share = 2 if name == "bf16" else 1
+            assert untied.llm.adapters[name].num_bytes == untied.llm.adapters["full"].num_bytes // share
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.int32, torch.float8_e4m3fn, torch.bool], ids=str)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -11,29 +13,23 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 PATIENCE_SECONDS = 30.0
 
 
-class Heart:
-    """Beats in this process until it ends, or until nobody listens any more.
+def start_heart(name: str, place: str, interval_seconds: float) -> None:
+    """Beat in this process until it ends, or until nobody listens any more.
 
     Args:
         name: which worker this is. place: "host:port" of the coordinator's store.
     """
+    threading.Thread(target=_beat, args=(name, place, interval_seconds), name="graft-heart", daemon=True).start()
 
-    def __init__(self, name: str, place: str, interval_seconds: float) -> None:
-        self._name = name
-        self._place = place
-        self._interval_seconds = interval_seconds
-        self._stop = threading.Event()
-        threading.Thread(target=self._beat, name="graft-heart", daemon=True).start()
 
-    def _beat(self) -> None:
-        host, _, port = self._place.rpartition(":")
-        try:
-            store = TCPStore(host, int(port), None, False, timedelta(seconds=PATIENCE_SECONDS))
-            while not self._stop.wait(self._interval_seconds):
-                store.add(self._name, 1)
-        except RuntimeError:
-            # The coordinator is gone, and this process will be ended.
-            return
+def _beat(name: str, place: str, interval_seconds: float) -> None:
+    host, _, port = place.rpartition(":")
+    # A coordinator that is gone has no more use for this process, which will be ended.
+    with contextlib.suppress(RuntimeError):
+        store = TCPStore(host, int(port), None, False, timedelta(seconds=PATIENCE_SECONDS))
+        while True:
+            store.add(name, 1)
+            time.sleep(interval_seconds)
 
 
 class Pulse:

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from graftlm.config import EngineConfig
 from graftlm.distributed.gloo_collective import GlooCollective
-from graftlm.distributed.heartbeat import Heart, Pulse
+from graftlm.distributed.heartbeat import Pulse, start_heart
 from graftlm.distributed.messages import AdapterRecipe, StageDescription, StagePlan, StageReply, StageStep
 from graftlm.distributed.ray_cluster import RayCall, RayCluster, RayProcess, actor_options, describe_here
 from graftlm.distributed.stage import Stage
@@ -34,7 +34,7 @@ class StageProcess:
 
     def __init__(self, name: str, num_threads: int, hearts: str, beat_seconds: float) -> None:
         torch.set_num_threads(num_threads)
-        self._heart = Heart(name, hearts, beat_seconds)
+        start_heart(name, hearts, beat_seconds)
         self._stage: Stage | None = None
 
     def describe(self) -> StageDescription:

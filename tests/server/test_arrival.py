@@ -26,8 +26,14 @@ def llm(files: Files) -> AsyncLLM:
 
 
 @pytest.fixture(scope="module")
-def impatient(llm: AsyncLLM) -> Iterator[LiveServer]:
-    with serving(llm, receive_timeout=0.2) as live:
+def lines() -> list[str]:
+    """Of the access log."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def impatient(llm: AsyncLLM, lines: list[str]) -> Iterator[LiveServer]:
+    with serving(llm, receive_timeout=0.2, write_access=lines.append) as live:
         yield live
 
 
@@ -75,7 +81,7 @@ def test_a_body_that_does_not_end_in_time_is_408(impatient: LiveServer, llm: Asy
     wait_until(lambda: llm.num_unfinished_requests == 0)
 
 
-def test_a_body_has_one_length(impatient: LiveServer) -> None:
+def test_a_body_has_one_length(impatient: LiveServer, lines: list[str]) -> None:
     framing = b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
     head, _, body = reply_to(impatient, HEAD + framing + b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n").partition(
         b"\r\n\r\n"
@@ -83,6 +89,7 @@ def test_a_body_has_one_length(impatient: LiveServer) -> None:
     assert head.startswith(b"HTTP/1.1 400")
     # The rest is nobody's request.
     assert json.loads(body)["error"]["code"] == "ambiguous_length"
+    wait_until(lambda: any('"ambiguous_length"' in line for line in lines))
 
 
 def post(live: LiveServer, route: str, text: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -55,6 +56,22 @@ def test_scripts_of_allowed_pages_are_and_they_see_errors_too(open_to_page: Live
     assert {"x-request-id", "retry-after", "x-ratelimit-remaining-tokens"} <= set(exposed.split(", "))
     other = {**PREFLIGHT, "origin": "https://chat.example.org.evil.example"}
     assert open_to_page.http.options("/v1/chat/completions", headers=other).status_code == 400
+
+
+def test_pages_of_other_sites_change_nothing_though_browsers_do_not_ask_for_them(
+    server: LiveServer, open_to_page: LiveServer
+) -> None:
+    form: dict[str, Any] = {"files": {"file": b"x"}, "data": {"purpose": "fine-tune"}}
+    for site in ("cross-site", "same-site"):
+        foreign = {"origin": "https://evil.example", "sec-fetch-site": site}
+        for live in (server, open_to_page):
+            assert error_of(live.http.post("/v1/files", headers=foreign, **form), 403)["code"] == "permission_denied"
+            assert live.http.get("/health", headers=foreign).status_code == 200
+        allowed = {**foreign, "origin": PAGE}
+        assert open_to_page.http.post("/v1/files", headers=allowed, **form).status_code == 401
+    own = {"origin": server.url, "sec-fetch-site": "same-origin"}
+    body = {"model": "red", "prompt": "x", "max_tokens": 1}
+    assert server.http.post("/v1/completions", headers=own, json=body).status_code == 200
 
 
 @pytest.mark.parametrize(

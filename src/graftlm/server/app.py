@@ -19,6 +19,7 @@ from graftlm.server.body_limit import BodyLimit
 from graftlm.server.chat import chat_routes
 from graftlm.server.completions import completion_routes
 from graftlm.server.cors import cors_options
+from graftlm.server.cross_site import CrossSite
 from graftlm.server.errors import install_error_handlers
 from graftlm.server.fine_tuning.routes import FILES_PATH, MAX_FILE_BYTES, fine_tuning_routes
 from graftlm.server.fine_tuning.service import FineTuningService
@@ -104,6 +105,7 @@ def create_app(
     uploads = {} if fine_tuning is None else {FILES_PATH: MAX_FILE_BYTES}
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, exceptions=uploads)
     app.add_middleware(Authentication, keys=keys)
+    app.add_middleware(CrossSite, origins=cors_origins)
     app.add_middleware(BodyArrival, seconds=receive_timeout)
     if traces is not None:
         from graftlm.server.tracing import Tracing

@@ -45,8 +45,8 @@ ANYONE = Caller(tenant=None, models=("*",), is_admin=True, reads_metrics=True)
 
 
 def caller_of(connection: HTTPConnection) -> Caller:
-    """The caller of a request that has come through `Authentication`."""
-    caller: Caller = connection.state.caller
+    """The caller of a request that has come through `Authentication`; nobody, if it was refused before that."""
+    caller: Caller = getattr(connection.state, "caller", NOBODY)
     return caller
 
 

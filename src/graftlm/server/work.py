@@ -30,6 +30,6 @@ class Work:
 
 
 def work_of(connection: HTTPConnection) -> Work:
-    """The work of a request that has come through `Authentication`."""
-    work: Work = connection.state.work
-    return work
+    """The work of a request that has come through `Authentication`; none, if it was refused before that."""
+    work: Work | None = getattr(connection.state, "work", None)
+    return Work() if work is None else work

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 from graftlm import AsyncLLM
 from tests.browser.playground import Playground
@@ -19,6 +19,8 @@ from tests.tiny import make_adapter, make_llama
 
 LAPTOP: dict[str, Any] = {"viewport": {"width": 1280, "height": 800}}
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+# On a machine that does other things too.
+PATIENCE_MILLISECONDS = 30_000
 # Of tokens that are single bytes.
 SCRIPTS = {
     "markup": "<img src=/x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script> & <b>bold</b>",
@@ -53,7 +55,8 @@ def open_page(browser: Browser) -> Iterator[Open]:
     def open_(live: LiveServer, *, prepare: Callable[[Page], object] = lambda page: None, **options: Any) -> Playground:
         context = browser.new_context(**{**LAPTOP, **options})
         page = context.new_page()
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(PATIENCE_MILLISECONDS)
+        expect.set_options(timeout=PATIENCE_MILLISECONDS)
         page.on("console", complain)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         prepare(page)

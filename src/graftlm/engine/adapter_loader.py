@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 # Some milliseconds of reading and checking.
 SMALL_BYTES = 4 << 20
+SMALL_LOADERS = 4
 
 # Reads an adapter's weights, or raises AdapterError.
 ReadWeights = Callable[[Adapter], AdapterWeights]
@@ -74,7 +75,8 @@ class InlineLoader:
 
 class BackgroundLoader:
     """Reads while steps go on: large adapters one after the other in a thread that gives way to the steps, small ones
-    in another that does not, since reading them takes less than waiting for a turn would.
+    in some that do not. Reading one of these is a millisecond of work, between which its thread waits for the
+    interpreter for many.
 
     Args:
         wake: called in those threads whenever a load has ended.
@@ -85,7 +87,7 @@ class BackgroundLoader:
         self._wake = wake
         self._finished: SimpleQueue[FinishedLoad] = SimpleQueue()
         self._large = background_thread("graft-large-loader")
-        self._small = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-small-loader")
+        self._small = ThreadPoolExecutor(max_workers=SMALL_LOADERS, thread_name_prefix="graft-small-loader")
 
     def start(self, adapter: Adapter) -> None:
         thread = self._small if adapter.num_bytes <= SMALL_BYTES else self._large

@@ -6,7 +6,7 @@ budget allows. Chunked prefill, decoding and resuming after preemption are the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,6 @@ from graftlm.models.length_regimes import LengthRegimes, Regime
 
 # A prompt whose every row needs logits goes in small chunks: 64 rows of a 256k vocabulary are 67 MB in float32.
 PROMPT_LOGITS_CHUNK = 64
-# The part of the adapters' memory, one over this, that is made room in at the same time.
-ROOM_SHARE = 4
 # Stop reason of a request that was given up because its logits are NaN.
 NOT_A_NUMBER = "the model's output is not a number"
 
@@ -79,12 +77,11 @@ class Scheduler:
 
     A request pins its adapter while it runs, and only then. One whose adapter is not resident is passed over, and the
     adapter loaded as soon as there is room. If what is pinned is in the way, nothing more is admitted for the adapters
-    that have the least left to do, as many of them as the room takes for the first that waits, and for those behind it
-    up to a share of the memory, until they have gone. So traffic for others cannot keep an adapter out: while a request
-    is the first that waits for an absent adapter, the most that those in its way have left to do falls with every step
-    in which they compute, and all of them do by the time the prompts before theirs are through. With S sequences at
-    once that compute at most W tokens each, they have gone after at most S * W steps, and once loaded, the request runs
-    in at most S * W more; times the steps in flight.
+    that have the least left to do, as many of them as the room takes, until they have gone. So traffic for others
+    cannot keep an adapter out: while a request is the first that waits for an absent adapter, the most that those in
+    its way have left to do falls with every step in which they compute, and all of them do by the time the prompts
+    before theirs are through. With S sequences at once that compute at most W tokens each, they have gone after at
+    most S * W steps, and once loaded, the request runs in at most S * W more; times the steps in flight.
 
     A request is in flight from the step it is scheduled in until that step's `update`, and is not scheduled meanwhile.
     It may be preempted or finished: steps are computed in the order in which they were scheduled, so whoever gets its
@@ -281,33 +278,17 @@ class Scheduler:
         """
         loads: list[AdapterLoad] = []
         needed: set[str] = set()
-        in_order = self._policy.order(self._waiting.values())
-        for request in in_order:
+        for request in self._policy.order(self._waiting.values()):
             digest = request.adapter_digest
             if digest is None or digest in needed:
                 continue
             if self._residency.state(digest) == "absent":
                 work = self._work_left()
                 if not self._residency.reserve(digest, request.adapter_bytes, keep=needed, work=work):
-                    num_bytes = self._absent_bytes(request, in_order)
-                    return loads, self._residency.in_the_way(num_bytes, keep=needed, work=work)
+                    return loads, self._residency.in_the_way(request.adapter_bytes, keep=needed, work=work)
                 loads.append(AdapterLoad(digest=digest, request_id=request.request_id))
             needed.add(digest)
         return loads, frozenset()
-
-    def _absent_bytes(self, first: Request, others: Iterable[Request]) -> int:
-        """What a request's adapter takes and, up to a share of the memory, those that are needed after it."""
-        total = first.adapter_bytes
-        known = {first.adapter_digest}
-        for request in others:
-            digest = request.adapter_digest
-            if digest is None or digest in known or self._residency.state(digest) != "absent":
-                continue
-            known.add(digest)
-            if total + request.adapter_bytes > self._residency.max_bytes // ROOM_SHARE:
-                break
-            total += request.adapter_bytes
-        return total
 
     def _work_left(self) -> dict[str, int]:
         """By adapter, the most tokens that one of its running requests has left."""

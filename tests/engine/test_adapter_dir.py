@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -163,3 +164,33 @@ def test_many_requests_for_one_unread_adapter_read_it_once(
     with caplog.at_level("INFO", logger="graftlm.adapters.load"):
         asyncio.run(asyncio.wait_for(scenario(), 60))
     assert len([record for record in caplog.records if "adapter blue: bound" in record.getMessage()]) == 1
+
+
+def test_a_request_is_answered_though_its_adapter_is_forgotten_while_the_request_is_made(
+    llm: LLM, llama: Path, folder: Path
+) -> None:
+    expected = token_ids(one(llm, REQUEST, PARAMS, "red"))
+
+    async def ask(lazy: AsyncLLM) -> None:
+        for _ in range(10):
+            output = await lazy.generate(REQUEST, PARAMS, adapter="red")
+            assert token_ids(output) == expected
+
+    async def forget(lazy: AsyncLLM, asking: asyncio.Future[object]) -> int:
+        times = 0
+        while not asking.done():
+            with contextlib.suppress(ModelNotFound):
+                await lazy.unload_adapter("red")
+                times += 1
+        return times
+
+    async def run() -> int:
+        lazy = AsyncLLM(llama, name="tiny", adapter_dir=folder, kv_cache_bytes=64 * BLOCK_BYTES)
+        asking = asyncio.gather(*(ask(lazy) for _ in range(4)))
+        try:
+            times, _ = await asyncio.gather(forget(lazy, asking), asking)
+        finally:
+            await lazy.shutdown()
+        return times
+
+    assert asyncio.run(run()) > 20

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import pickle
 import struct
 import zipfile
@@ -80,6 +81,16 @@ def find_adapter(source: str | Path) -> tuple[Path, Path]:
             raise
         # A name that is too long, a user that does not exist, a folder that may not be read.
         raise AdapterFilesNotFound("this path cannot be opened", got=_shown(source), do=str(cause)[:100]) from cause
+
+
+def folder_bytes(source: str | Path) -> int | None:
+    """Size of all files in a local adapter's folder, its tokenizer's too; None when it cannot be seen."""
+    try:
+        path = Path(source).expanduser()
+        with os.scandir(path if path.is_dir() else path.parent) as entries:
+            return sum(entry.stat().st_size for entry in entries if entry.is_file())
+    except (OSError, RuntimeError, ValueError):
+        return None
 
 
 def _find_in_folder(path: Path, source: str | Path) -> tuple[Path, Path]:

@@ -64,8 +64,8 @@ class AdapterTexts:
             return None
         known = self._by_digest.get(digest)
         if known is None:
-            known = self._load(folder)
-            self._by_digest[digest] = known
+            # Whoever else read the same ones meanwhile: they stay one object.
+            known = self._by_digest.setdefault(digest, self._load(folder))
         return None if known is self._base else known
 
     def _load(self, folder: Path) -> Tokenizer:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from graftlm.adapters import Adapter, AdapterWeights
-from graftlm.engine.background_thread import background_thread
+from graftlm.engine.adapter_threads import AdapterThreads
 from graftlm.errors import AdapterError, GraftError
 
 logger = logging.getLogger(__name__)
-
-# Some milliseconds of reading and checking.
-SMALL_BYTES = 4 << 20
-SMALL_LOADERS = 4
 
 # Reads an adapter's weights, or raises AdapterError.
 ReadWeights = Callable[[Adapter], AdapterWeights]
@@ -74,24 +70,20 @@ class InlineLoader:
 
 
 class BackgroundLoader:
-    """Reads while steps go on: large adapters one after the other in a thread that gives way to the steps, small ones
-    in some that do not. Reading one of these is a millisecond of work, between which its thread waits for the
-    interpreter for many.
+    """Reads while steps go on.
 
     Args:
-        wake: called in those threads whenever a load has ended.
+        wake: called in the reading threads whenever a load has ended.
     """
 
     def __init__(self, read: ReadWeights, wake: Callable[[], None]) -> None:
         self.read = read
         self._wake = wake
         self._finished: SimpleQueue[FinishedLoad] = SimpleQueue()
-        self._large = background_thread("graft-large-loader")
-        self._small = ThreadPoolExecutor(max_workers=SMALL_LOADERS, thread_name_prefix="graft-small-loader")
+        self._threads = AdapterThreads("graft-loader")
 
     def start(self, adapter: Adapter) -> None:
-        thread = self._small if adapter.num_bytes <= SMALL_BYTES else self._large
-        thread.submit(self._run, adapter)
+        self._threads.submit(adapter.num_bytes, partial(self._run, adapter))
 
     def finished(self) -> list[FinishedLoad]:
         finished = []
@@ -102,8 +94,7 @@ class BackgroundLoader:
                 return finished
 
     def close(self) -> None:
-        for thread in (self._small, self._large):
-            thread.shutdown(cancel_futures=True)
+        self._threads.close(cancel=True)
 
     def _run(self, adapter: Adapter) -> None:
         self._finished.put(_load(adapter, self.read))

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from graftlm.adapters import Adapter, AdapterChoice, choice_name
+from graftlm.adapters.files import folder_bytes
 from graftlm.config import EngineConfig
+from graftlm.engine.adapter_threads import AdapterThreads
 from graftlm.engine.background_thread import background_thread
 from graftlm.engine.base import Base
 from graftlm.engine.completion_rate import CompletionRate
@@ -52,9 +54,9 @@ class AsyncLLM:
     def __init__(self, model: str | Path, **options: Any) -> None:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._engine: Engine | None = Engine(EngineConfig(model=model, **options), wake=self.wake)
-        # Adapters are read for the first time in a thread of their own: those who wait must not take the threads in
+        # Adapters are read for the first time in threads of their own: those who wait must not take the threads in
         # which other requests are tokenised.
-        self._checks = background_thread("graft-checks")
+        self._checks = AdapterThreads("graft-checks")
         # So are grammars: compiling one can take seconds.
         self._compilations = background_thread("graft-grammars")
         self.created = int(time.time())
@@ -312,7 +314,8 @@ class AsyncLLM:
         Raises:
             AdapterError: a subclass says which file, field or tensor is at fault; nothing is changed then.
         """
-        return await self._check(partial(self._open().load_adapter, name, path, replace=replace))
+        load = partial(self._open().load_adapter, name, path, replace=replace)
+        return await self._check(load, folder_bytes(path))
 
     async def unload_adapter(self, name: str, *, force: bool = False) -> None:
         """Forget an adapter. Requests that run on it finish; its memory returns with the last of them.
@@ -370,7 +373,7 @@ class AsyncLLM:
         self._stop = True
         self.wake()
         await asyncio.to_thread(self._thread.join)
-        await asyncio.to_thread(self._checks.shutdown)
+        await asyncio.to_thread(self._checks.close)
         await asyncio.to_thread(self._compilations.shutdown)
         engine, self._engine = self._engine, None
         self._take_commands(wait=False)
@@ -429,19 +432,20 @@ class AsyncLLM:
                 raise deadline_exceeded(timeout) from None
             raise
 
-    async def _check(self, read: Callable[[], Read]) -> Read:
-        """Run what reads an adapter for the first time; those whose turn comes after a shutdown are refused."""
+    async def _check(self, read: Callable[[], Read], num_bytes: int | None) -> Read:
+        """Run what reads an adapter of this size for the first time; those whose turn comes after a shutdown are
+        refused."""
 
         def read_if_open() -> Read:
             self._open()
             return read()
 
-        return await asyncio.get_running_loop().run_in_executor(self._checks, read_if_open)
+        return await asyncio.wrap_future(self._checks.submit(num_bytes, read_if_open))
 
     async def _introduce(self, engine: Engine, adapter: str | None) -> None:
         """Have what lies in the adapter folder read before it is used."""
         if not engine.knows(adapter):
-            await self._check(partial(engine.introduce, adapter))
+            await self._check(partial(engine.introduce, adapter), engine.bytes_to_introduce(adapter))
 
     def _abort_users(self, adapter: Adapter) -> None:
         if self._engine is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from graftlm.adapters import (
     load_adapter,
     read_weights,
 )
+from graftlm.adapters.files import folder_bytes
 from graftlm.adapters.name import naming
 from graftlm.adapters.registry import names_in
 from graftlm.adapters.text import AdapterTexts
@@ -29,6 +29,7 @@ from graftlm.engine.base import Base, load_text
 from graftlm.engine.executor import WorkerInfo
 from graftlm.engine.job import Job
 from graftlm.engine.metrics import EngineMetrics, EngineState
+from graftlm.engine.name_locks import NameLocks
 from graftlm.engine.prompt import Prompt, PromptChecker
 from graftlm.engine.request import Resumption
 from graftlm.engine.residency import Residency, ResidencyState
@@ -36,7 +37,7 @@ from graftlm.engine.runner import ComputableModel, JobRunner
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.engine.served_model import serve_here
 from graftlm.engine.tenant import Tenant
-from graftlm.errors import AdapterError, AdapterMemoryExceeded, AdapterUnsupported, ConfigurationError
+from graftlm.errors import AdapterError, AdapterMemoryExceeded, AdapterUnsupported, ConfigurationError, ModelNotFound
 from graftlm.models.heap import trim_heap
 from graftlm.text import Tokenizer
 
@@ -70,7 +71,7 @@ class Engine:
         self._folder = None if config.adapter_dir is None else _adapter_folder(config.adapter_dir)
         self._residency = _residency(config)
         self.registry = AdapterRegistry(base_name=self.model_name, forget=self._residency.discard, folder=self._folder)
-        self._checking = threading.Lock()
+        self._checking = NameLocks()
         checkpoint = open_checkpoint(config.model)
         model = load(config, checkpoint, self._residency)
         self._model = model
@@ -164,8 +165,8 @@ class Engine:
     def load_adapter(self, name: str, source: str | Path, *, replace: bool = False) -> Adapter:
         """Read, check and register an adapter. Safe to call from any thread: running jobs do not notice.
 
-        It is checked beside `adapter_memory_bytes`, one adapter at a time, and kept in memory if there is room:
-        nothing is evicted but for a request.
+        It is checked beside `adapter_memory_bytes`, and kept in memory if there is room: nothing is evicted but for a
+        request.
 
         Args:
             replace: the name may lead to another adapter already; what is accepted runs on with that one.
@@ -173,16 +174,16 @@ class Engine:
         Raises:
             AdapterError: says which adapter, and what is wrong; nothing is kept of it then.
         """
-        with self._checking:
+        with self._checking.hold(name):
             self.registry.check_name(name, replace=replace)
             try:
                 loaded = self._load(name, source)
             except AdapterError as error:
                 raise naming(name, error) from error
-            self.registry.add(loaded.adapter, replace=replace)
-            self._keep(loaded)
-            if replace:
-                trim_heap()
+            with self._kept(loaded):
+                self.registry.add(loaded.adapter, replace=replace)
+        if replace:
+            trim_heap()
         return loaded.adapter
 
     def knows(self, model: str | None) -> bool:
@@ -191,9 +192,13 @@ class Engine:
         Raises:
             InvalidRequest: it looks like a weighted sum and is none.
         """
-        if model is None or self._folder is None:
-            return True
-        return all(self.registry.has_read(name) or self._folder.locate(name) is None for name in names_in(model))
+        return not self._unread(model)
+
+    def bytes_to_introduce(self, model: str | None) -> int | None:
+        """What `introduce` would read, of the largest adapter; None if it cannot be seen."""
+        sizes = [folder_bytes(path) for path in self._unread(model).values()]
+        seen = [size for size in sizes if size is not None]
+        return max(seen, default=0) if len(seen) == len(sizes) else None
 
     def introduce(self, model: str | None) -> None:
         """Read the adapters that a model name speaks of and that so far only lie in the adapter folder.
@@ -201,21 +206,37 @@ class Engine:
         Raises:
             AdapterError: one of them cannot be served. It can once its files are good.
         """
-        if model is None or self._folder is None:
-            return
-        for name in names_in(model):
-            # One at a time: of many requests for one adapter, one reads it.
-            with self._checking:
-                path = self._folder.locate(name)
-                if self.registry.has_read(name) or path is None:
+        for name in self._unread(model):
+            # Of many requests for one adapter, one reads it.
+            with self._checking.hold(name):
+                path = self._unread(name).get(name)
+                if path is None or self._folder is None:
                     continue
                 try:
                     self._folder.check_contained(path)
                     loaded = self._load(name, path)
                 except AdapterError as error:
                     raise naming(name, error, hide=path) from error
-                self.registry.introduce(loaded.adapter)
-                self._keep(loaded)
+                with self._kept(loaded):
+                    self.registry.introduce(loaded.adapter)
+
+    def _unread(self, model: str | None) -> dict[str, Path]:
+        """Of the adapters that a model name speaks of, those that so far only lie in the adapter folder."""
+        if model is None or self._folder is None:
+            return {}
+        paths = {name: self._folder.locate(name) for name in names_in(model) if not self.registry.has_read(name)}
+        return {name: path for name, path in paths.items() if path is not None}
+
+    def _introduced(self, model: str, ask: Callable[[str], Adapter]) -> Adapter:
+        """What the registry answers once it knows the adapters that a model name speaks of. Somebody may make it forget
+        one of them in between."""
+        while True:
+            self.introduce(model)
+            try:
+                return ask(model)
+            except ModelNotFound:
+                if not all(map(self.registry.answers_to, names_in(model))):
+                    raise
 
     def _load(self, name: str, source: str | Path) -> LoadedAdapter:
         max_bytes = self._residency.max_bytes
@@ -234,9 +255,16 @@ class Engine:
         self.metrics.loaded(name, time.perf_counter() - begun)
         return loaded
 
-    def _keep(self, loaded: LoadedAdapter) -> None:
-        """Have the weights that were read ready for the first request, if there is room."""
-        self._residency.offer(loaded.adapter.digest, loaded.adapter.num_bytes, loaded)
+    @contextmanager
+    def _kept(self, loaded: LoadedAdapter) -> Iterator[None]:
+        """Have the weights that were read ready for the first request, if there is room and a name still needs them
+        afterwards."""
+        self.registry.hold(loaded.adapter)
+        try:
+            yield
+            self._residency.offer(loaded.adapter.digest, loaded.adapter.num_bytes, loaded)
+        finally:
+            self.registry.release(loaded.adapter)
 
     def _check_fits(self, adapter: Adapter) -> None:
         if adapter.num_bytes > self._residency.max_bytes:
@@ -291,8 +319,7 @@ class Engine:
         """
         if adapter is None or is_weighted(adapter):
             return self.tokenizer
-        self.introduce(adapter)
-        own = self.registry.get(adapter).text.tokenizer
+        own = self._introduced(adapter, self.registry.get).text.tokenizer
         return self.tokenizer if own is None else own
 
     def unload_adapter(self, name: str) -> Adapter:
@@ -380,8 +407,7 @@ class Engine:
     def _acquire(self, model: str | None) -> Adapter | None:
         if model is None:
             return None
-        self.introduce(model)
-        adapter = self.registry.acquire(model)
+        adapter = self._introduced(model, self.registry.acquire)
         try:
             self._check_fits(adapter)
         except AdapterMemoryExceeded as error:

@@ -3,88 +3,25 @@
 // Keys are taken in tiles of 64 that begin at multiples of 64 in the sequence, with a softmax that is corrected from
 // tile to tile. What a position reads and in which order is therefore its own: chunks, neighbours and cached prefixes
 // change nothing. A single new position is attended head by head; several share each key they read, a position and
-// head per lane.
+// head per lane, or per row of a tile.
 // Sources: PagedAttention, arXiv 2309.06180; the running softmax, arXiv 1805.02867.
 #include <type_traits>
 #include <vector>
 
+#include "attention.h"
+#include "attention_tiles.h"
 #include "graft.h"
 #include "parallel.h"
-#include "simd.h"
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
 namespace graft {
-
-// new tokens [row, row + query_len) are the last of `total_len`; `table` begins at block `first_block`.
-struct Sequence {
-    int64_t row, query_len, total_len, first_block;
-    const int64_t *table;
-};
-
-// How scores are made; see AttentionScores. slope_dtype: where slope times position is rounded.
-struct Scores {
-    float scale, softcap, slope_factor;
-    int32_t slope_dtype;
-    const float *slopes, *sinks;  // [heads], or null
-};
-
-struct Shape {
-    int64_t heads, kv_heads, head_dim, block_size, window;  // window: 0 for none
-    int64_t query_row_stride, query_head_stride;
-};
-
 namespace {
-
-constexpr int64_t kTile = 64;
 
 // Heads that share each key they read.
 constexpr int kGroup = 4;
-
-template <typename T> struct Cache {
-    const T *keys, *values;
-    const Shape &shape;
-    const Sequence &sequence;
-    int64_t kv_head;
-
-    // Where the keys and values of positions [first, stop) are.
-    void find(const T **key_rows, const T **value_rows, int64_t first, int64_t stop) const {
-        int64_t step = shape.kv_heads * shape.head_dim;
-        int64_t block = first / shape.block_size, inside = first % shape.block_size;
-        for (int64_t position = first; position < stop; block++, inside = 0) {
-            int64_t slot = sequence.table[block - sequence.first_block] * shape.block_size + inside;
-            int64_t offset = slot * step + kv_head * shape.head_dim;
-            for (; inside < shape.block_size && position < stop; inside++, position++, offset += step) {
-                *key_rows++ = keys + offset;
-                *value_rows++ = values + offset;
-            }
-        }
-    }
-};
-
-int64_t oldest_seen(int64_t position, int64_t window) {
-    return window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0;
-}
-
-template <typename T> Vec alibi(const Scores &scores, Vec slope, Vec position) {
-    Vec bias = position * slope;
-    if (scores.slope_dtype == 1) bias = rounded<bf16>(bias);
-    bias = rounded<T>(bias);
-    return rounded<T>(bias * scores.slope_factor);
-}
-
-Vec capped(const Scores &scores, Vec score) {
-    score *= scores.scale;
-    return scores.softcap > 0.0f ? tanh(score / scores.softcap) * scores.softcap : score;
-}
-
-Vec lane_numbers() {
-    Vec lanes;
-    for (int lane = 0; lane < kLanes; lane++) lanes[lane] = float(lane);
-    return lanes;
-}
 
 // values: a whole tile.
 float largest(const float *values) {
@@ -416,10 +353,43 @@ struct Item {
     int64_t sequence, kv_head, pair, count;
 };
 
+// Pairs of several positions, as this level attends them best.
+template <typename T> class Pairs {
+  public:
+    // How many of them at once, of `all` that a sequence has for one KV head.
+    static int64_t together(int64_t all) {
+#if defined(__AMX_BF16__)
+        if (in_tiles(all)) return TiledAttention::kPairs;
+#endif
+        (void)all;
+        return 2 * kLanes;
+    }
+
+    void attend(T *out, const T *query, const Cache<T> &cache, const Scores &scores, int64_t pair, int64_t count,
+                int64_t origin) {
+#if defined(__AMX_BF16__)
+        if constexpr (sizeof(T) == 2)
+            if (in_tiles(cache.sequence.query_len * (cache.shape.heads / cache.shape.kv_heads)))
+                return tiles_.attend(out, query, cache, scores, pair, count, origin);
+#endif
+        if (count > kLanes)
+            attend_lanes<2>(out, query, cache, scores, pair, int(count), origin, scratch_);
+        else
+            attend_lanes<1>(out, query, cache, scores, pair, int(count), origin, scratch_);
+    }
+
+  private:
+    std::vector<float> scratch_;
+#if defined(__AMX_BF16__)
+    static bool in_tiles(int64_t all) { return sizeof(T) == 2 && TiledAttention::takes(all); }
+
+    TiledAttention tiles_;
+#endif
+};
+
 template <typename T>
 void attention(T *out, const T *query, const T *keys, const T *values, const Sequence *sequences,
                int64_t num_sequences, const Shape &shape, const Scores &scores, bool by_position, int threads) {
-    constexpr int64_t kPairs = kLanes * 2;
     int64_t group = shape.heads / shape.kv_heads, work = 0;
     std::vector<Item> items;
     for (int64_t s = 0; s < num_sequences; s++) {
@@ -431,7 +401,7 @@ void attention(T *out, const T *query, const T *keys, const T *values, const Seq
                 continue;
             }
             // The last pairs read the most keys; a thread that takes them first ends with the rest.
-            int64_t step = by_position ? group * 4 : kPairs;
+            int64_t step = by_position ? group * 4 : Pairs<T>::together(pairs);
             for (int64_t pair = (pairs - 1) / step * step; pair >= 0; pair -= step)
                 items.push_back({s, kv_head, pair, std::min(step, pairs - pair)});
         }
@@ -439,7 +409,7 @@ void attention(T *out, const T *query, const T *keys, const T *values, const Seq
     int team = threads_for(work, threads);
 #pragma omp parallel num_threads(team) if (team > 1)
     {
-        std::vector<float> scratch;
+        Pairs<T> pairs;
 #pragma omp for schedule(dynamic, 1)
         for (size_t index = 0; index < items.size(); index++) {
             const Item &item = items[index];
@@ -455,10 +425,7 @@ void attention(T *out, const T *query, const T *keys, const T *values, const Seq
                                  scores, base + q, origin);
                 continue;
             }
-            if (item.count > kLanes)
-                attend_lanes<2>(rows, queries, cache, scores, item.pair, int(item.count), origin, scratch);
-            else
-                attend_lanes<1>(rows, queries, cache, scores, item.pair, int(item.count), origin, scratch);
+            pairs.attend(rows, queries, cache, scores, item.pair, item.count, origin);
         }
     }
 }

@@ -19,10 +19,19 @@ constexpr int kDepth = 32;                 // what K is padded to in bfloat16
 
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
+// Whether rows are the first `count` of a panel.
+inline bool is_panel(const int64_t *ids, int64_t count) {
+    for (int64_t n = 0; n < count; n++)
+        if (ids[n] != ids[0] + n) return false;
+    return ids[0] % kPanel == 0;
+}
+
 // Numbers that begin where a cache line does: one that straddles two costs both.
 template <typename W> class Lines {
   public:
-    explicit Lines(size_t count) : lines_((count * sizeof(W) + 63) / 64) {}
+    Lines() = default;
+    explicit Lines(size_t count) { resize(count); }
+    void resize(size_t count) { lines_.resize((count * sizeof(W) + 63) / 64); }
     W *data() { return reinterpret_cast<W *>(lines_.data()); }
     const W *data() const { return reinterpret_cast<const W *>(lines_.data()); }
     size_t size() const { return lines_.size() * 64 / sizeof(W); }

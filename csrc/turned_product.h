@@ -4,27 +4,13 @@
 // Sums are in float32, over the rows of W in one order: a row's result does not depend on its neighbours.
 #pragma once
 
-#include <utility>
-
 #include "dense_product.h"
+#include "transpose.h"
 
 namespace graft {
 
 constexpr int64_t kTurnedPanels = 4;   // of 16 columns, made together
 constexpr int64_t kTurnedRows = 2048;  // of W in them
-
-// Lanes of `a` whose index has the bit D change places with those of `b`, D lanes below, that have it not.
-template <int D, size_t... Lane> void exchange(Vec &a, Vec &b, std::index_sequence<Lane...>) {
-    Vec first = __builtin_shufflevector(a, b, (Lane & D ? kLanes + int(Lane) - D : int(Lane))...);
-    b = __builtin_shufflevector(a, b, (Lane & D ? kLanes + int(Lane) : int(Lane) + D)...);
-    a = first;
-}
-
-template <int D> void transpose(Vec (&rows)[kLanes]) {
-    for (int row = 0; row < kLanes; row++)
-        if (!(row & D)) exchange<D>(rows[row], rows[row + D], std::make_index_sequence<kLanes>{});
-    if constexpr (D > 1) transpose<D / 2>(rows);
-}
 
 // 16 rows of a panel of W^T. to: float32 [16][16], bfloat16 [8][16][2]. from: [16 columns of W][16 rows of W].
 inline void store_turned(float *to, int row, int v, const Vec (&rows)[kLanes]) {
@@ -44,7 +30,7 @@ template <typename T> void turn(T *to, const float *from) {
             Vec rows[kLanes];
             for (int column = 0; column < kLanes; column++)
                 rows[column] = load(from + (v * kLanes + column) * kPanel + row);
-            transpose<kLanes / 2>(rows);
+            transpose(rows);
             store_turned(to, row, v, rows);
         }
 }

@@ -226,7 +226,7 @@ SCORES = {
 
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES.keys())
 @pytest.mark.parametrize("window", [None, 1, 20, 70])
-@pytest.mark.parametrize(("kv_heads", "head_dim"), [(6, 16), (3, 32), (1, 20)])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(6, 16), (3, 32), (1, 20), (2, 136)])
 def test_attention_is_that_of_torch(
     kernels: Kernels, dtype: torch.dtype, scores: AttentionScores, window: int | None, kv_heads: int, head_dim: int
 ) -> None:
@@ -249,6 +249,25 @@ def test_attention_is_that_of_torch(
         return chosen.paged_attention(*tensors, plan, scores)
 
     assert_like(attended(kernels, exact=False), attended(REFERENCE, exact=True).to(dtype))
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_position_of_a_chunk_is_the_same_in_any_chunk(
+    kernels: Kernels, dtype: torch.dtype, window: int | None
+) -> None:
+    total, block_size, scores = 150, 16, SCORES["sinks"]
+    query = noise(total, 6, 40, dtype=dtype)
+    keys, values = noise(12, block_size, 2, 40, dtype=dtype, seed=2), noise(12, block_size, 2, 40, dtype=dtype, seed=3)
+
+    def last(count: int) -> Tensor:
+        plan = kernels.plan_attention(
+            [count], [total], [range(10)], block_size=block_size, window=window, device=torch.device("cpu")
+        )
+        return kernels.paged_attention(query[total - count :], keys, values, plan, scores)
+
+    whole = last(total)
+    for count in (6, 50, 128, 149):
+        assert torch.equal(last(count), whole[total - count :])
 
 
 def test_keys_are_written_where_their_slots_are(kernels: Kernels, dtype: torch.dtype) -> None:

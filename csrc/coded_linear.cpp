@@ -4,8 +4,8 @@
 // Codes lie in panels of 16 rows, as linear.cpp has them:
 //   four bits   [N / 16][K / 8] units of 64 bytes: 16 rows of two 16-bit words, for even and odd columns; the lowest
 //               nibble of a word is the first of its four columns. A shift and one table look-up give [16][2] values.
-//   eight bits  [N / 16][K / 2][16][2], signed
-// Scales, zeros and minima are [N / 16][groups][16].
+//   eight bits  [N / 16][K / 2][16][2], signed integers or, as four bits, what a table has a number for
+// Scales, zeros and minima are [N / 16][groups][16], but for those that many rows have in common.
 //
 // Panels are decoded to float32 or bfloat16 a few columns at a time, without their scales, and multiplied as dense ones
 // are. A scale is applied in float32 to the sum over its piece, at most kPieceColumns of one group; zero and minimum to
@@ -15,18 +15,20 @@
 
 namespace graft {
 
-// Numbers of a matrix, one for each row and group. types: 0 float32; 1 float16; 2 coded, that is
-// table[code] * factors[(row * groups + group + skip) / block_size] + offset with codes of eight bits.
+// Numbers of a matrix, one for each row and group. types: 0 float32; 1 float16; 2 bfloat16; 3 coded, that is
+// table[code] * factors[(row * groups + group + skip) / block_size] + offset with codes of eight bits; 4 shared, float32
+// [some][groups], of which row n has those of `row_groups[n]`.
 struct Values {
     const void *data;
     const float *table, *factors;
+    const int32_t *row_groups;
     int64_t skip, block_size;
     float offset;
     int32_t type;
 };
 
-// A matrix W of [rows, columns]. table: the values of the 16 codes, or null where codes are signed integers of eight
-// bits. zero, minimum.data: or null.
+// A matrix W of [rows, columns]. bits: of a code, 4 or 8. table: what each code stands for, or null where codes are
+// signed integers of eight bits. zero, minimum.data: or null.
 struct CodedMatrix {
     int64_t rows, columns, group_size;
     const uint8_t *codes;
@@ -34,6 +36,7 @@ struct CodedMatrix {
     const int8_t *zero;
     Values scale, minimum;
     float factor;
+    int32_t bits;
 };
 
 namespace {
@@ -45,8 +48,13 @@ constexpr int64_t kManyBytes = 512 << 10;  // of decoded panels, in the second-l
 
 // ---- codes
 
-// Bytes of a panel.
-int64_t panel_bytes(int64_t columns, int bits) { return bits == 8 ? (columns + 1) / 2 * 32 : (columns + 7) / 8 * 64; }
+// Columns of a panel that lie together, and their bytes.
+constexpr int64_t unit_columns(int bits) { return bits == 8 ? 2 : 8; }
+constexpr int64_t unit_bytes(int bits) { return bits == 8 ? 32 : 64; }
+
+int64_t panel_bytes(int64_t columns, int bits) {
+    return (columns + unit_columns(bits) - 1) / unit_columns(bits) * unit_bytes(bits);
+}
 
 // Where in its panel a code lies: the byte, and the lowest bit in it.
 struct Place {
@@ -71,21 +79,6 @@ void pack(uint8_t *packed, const uint8_t *codes, int bits, int64_t rows, int64_t
                     Place at = place(lane, k, bits);
                     to[at.byte] |= uint8_t(row[k] << at.shift);
                 }
-            }
-        }
-    });
-}
-
-void unpack(uint8_t *out, const uint8_t *packed, const int64_t *ids, int bits, int64_t count, int64_t columns,
-            int threads) {
-    int64_t size = panel_bytes(columns, bits);
-    uint8_t mask = bits == 8 ? 255 : 15;
-    parallel(count, threads_for(count * columns, threads), [=](int64_t start, int64_t stop) {
-        for (int64_t index = start; index < stop; index++) {
-            const uint8_t *panel = packed + ids[index] / kPanel * size;
-            for (int64_t k = 0; k < columns; k++) {
-                Place at = place(ids[index] % kPanel, k, bits);
-                out[index * columns + k] = (panel[at.byte] >> at.shift) & mask;
             }
         }
     });
@@ -122,6 +115,11 @@ struct Table {
 };
 #endif
 
+const uint8_t *place_of(const CodedMatrix &matrix, int64_t panel, int64_t column) {
+    return matrix.codes + panel * panel_bytes(matrix.columns, matrix.bits) +
+           column / unit_columns(matrix.bits) * unit_bytes(matrix.bits);
+}
+
 // Ahead of what is read: about what memory delivers while a request for it is under way.
 constexpr int64_t kAhead = 1024;
 
@@ -148,6 +146,7 @@ void widen_pair(const uint8_t *codes, Vec &even, Vec &odd) {
     odd = __builtin_convertvector((IntVec)(words << 16) >> 24, Vec);
 }
 
+// Integers.
 void decode_bytes(float *to, const uint8_t *codes, int64_t units) {
     for (int64_t unit = 0; unit < units; unit++, codes += 32, to += 2 * kPanel) {
         __builtin_prefetch(codes + kAhead);
@@ -160,22 +159,39 @@ void decode_bytes(float *to, const uint8_t *codes, int64_t units) {
     }
 }
 
-#if defined(__AVX512BF16__)
-void decode_nibbles(bf16 *to, const uint8_t *codes, int64_t units, const float *values) {
-    bf16 rounded[32];
-    for (int index = 0; index < 32; index++) rounded[index] = narrow<bf16>(values[index % 16]);
-    // Twice the same 16, since an index has five bits, of which the highest belongs to the next column.
-    __m512i table = _mm512_loadu_si512(rounded);
-    for (int64_t unit = 0; unit < units; unit++, codes += 64, to += 8 * kPanel) {
+// Any table of 256.
+void decode_bytes(float *to, const uint8_t *codes, int64_t units, const float *values) {
+    for (int64_t unit = 0; unit < units; unit++, codes += 32, to += 2 * kPanel) {
         __builtin_prefetch(codes + kAhead);
-        __m512i words = _mm512_loadu_si512(codes);
-        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(words, table));
-        _mm512_storeu_si512(to + 2 * kPanel, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table));
-        _mm512_storeu_si512(to + 4 * kPanel, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table));
-        _mm512_storeu_si512(to + 6 * kPanel, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table));
+        for (int v = 0; v < kVectors; v++) {
+            HalfVec pairs;
+            std::memcpy(&pairs, codes + v * kLanes * 2, sizeof pairs);
+            UintVec words = __builtin_convertvector(pairs, UintVec);
+            store(to + v * kLanes, gather(values, words & 0xffu));
+            store(to + kPanel + v * kLanes, gather(values, words >> 8));
+        }
     }
 }
 
+// What the codes of a matrix stand for, without their scales.
+template <typename W> struct Numbers {
+    const CodedMatrix &matrix;
+
+    explicit Numbers(const CodedMatrix &of) : matrix(of) {}
+
+    // `units` of a panel from column `start` on: [columns][16], or for bfloat16 [columns / 2][16][2].
+    void read(W *to, int64_t panel, int64_t start, int64_t units) const {
+        const uint8_t *codes = place_of(matrix, panel, start);
+        if (matrix.bits == 4)
+            decode_nibbles(to, codes, units, matrix.table);
+        else if (matrix.table)
+            decode_bytes(to, codes, units, matrix.table);
+        else
+            decode_bytes(to, codes, units);
+    }
+};
+
+#if defined(__AVX512BF16__)
 // Integers of eight bits are bfloat16 values.
 void decode_bytes(bf16 *to, const uint8_t *codes, int64_t units) {
     for (int64_t unit = 0; unit < units; unit++, codes += 32, to += 2 * kPanel) {
@@ -186,6 +202,72 @@ void decode_bytes(bf16 *to, const uint8_t *codes, int64_t units) {
         std::memcpy(to, &both, sizeof both);
     }
 }
+
+template <> struct Numbers<bf16> {
+    const CodedMatrix &matrix;
+
+    explicit Numbers(const CodedMatrix &of) : matrix(of) {
+        if (!matrix.table) return;
+        for (int index = 0; index < 256; index++) {
+            // Twice the same 16, since an index has five bits, of which the highest belongs to the next column.
+            uint16_t bits = narrow<bf16>(matrix.table[matrix.bits == 4 ? index % 16 : index]).bits;
+            if (index < 32) words_[index] = bits;
+            low_[index] = uint8_t(bits), high_[index] = uint8_t(bits >> 8);
+        }
+    }
+
+    void read(bf16 *to, int64_t panel, int64_t start, int64_t units) const {
+        const uint8_t *codes = place_of(matrix, panel, start);
+        if (matrix.bits == 4)
+            read_nibbles(to, codes, units);
+        else if (matrix.table)
+            read_bytes(to, codes, units);
+        else
+            decode_bytes(to, codes, units);
+    }
+
+  private:
+    void read_nibbles(bf16 *to, const uint8_t *codes, int64_t units) const {
+        __m512i table = _mm512_load_si512(words_);
+        for (int64_t unit = 0; unit < units; unit++, codes += 64, to += 8 * kPanel) {
+            __builtin_prefetch(codes + kAhead);
+            __m512i words = _mm512_loadu_si512(codes);
+            _mm512_storeu_si512(to, _mm512_permutexvar_epi16(words, table));
+            _mm512_storeu_si512(to + 2 * kPanel, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table));
+            _mm512_storeu_si512(to + 4 * kPanel, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table));
+            _mm512_storeu_si512(to + 6 * kPanel, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table));
+        }
+    }
+
+    // Two units at a time: the low bytes of 64 numbers, the high bytes, and both side by side.
+    void read_bytes(bf16 *to, const uint8_t *codes, int64_t units) const {
+        __m512i low[4], high[4];
+        for (int part = 0; part < 4; part++) {
+            low[part] = _mm512_load_si512(low_ + part * 64);
+            high[part] = _mm512_load_si512(high_ + part * 64);
+        }
+        // Interleaving takes eight bytes of each 16: the first four times eight are to be the first unit.
+        __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
+        for (int64_t unit = 0; unit < units; unit += 2, codes += 64, to += 4 * kPanel) {
+            __builtin_prefetch(codes + kAhead);
+            bool two = unit + 1 < units;
+            __m512i loaded = _mm512_maskz_loadu_epi64(two ? 0xff : 0x0f, codes);
+            // The form without a mask makes GCC 12 warn of its own headers.
+            __m512i index = _mm512_maskz_permutexvar_epi64(0xff, order, loaded);
+            __mmask64 upper = _mm512_movepi8_mask(index);
+            auto chosen = [&](const __m512i *table) {
+                return _mm512_mask_blend_epi8(upper, _mm512_permutex2var_epi8(table[0], index, table[1]),
+                                              _mm512_permutex2var_epi8(table[2], index, table[3]));
+            };
+            __m512i lower_bytes = chosen(low), upper_bytes = chosen(high);
+            _mm512_storeu_si512(to, _mm512_unpacklo_epi8(lower_bytes, upper_bytes));
+            if (two) _mm512_storeu_si512(to + 2 * kPanel, _mm512_unpackhi_epi8(lower_bytes, upper_bytes));
+        }
+    }
+
+    alignas(64) uint16_t words_[32];
+    alignas(64) uint8_t low_[256], high_[256];
+};
 #endif
 
 Vec widen_half(const void *from) {
@@ -197,18 +279,47 @@ Vec widen_half(const void *from) {
     return (Vec)((UintVec)magnitude | (bits & 0x8000u) << 16);
 }
 
+// Rows of W, one to a lane, which are those of a panel from lane v * kLanes on; beyond the last its last.
+IntVec rows_of(int64_t panel, int64_t rows, int v) {
+    IntVec out;
+    for (int lane = 0; lane < kLanes; lane++)
+        out[lane] = int32_t(std::min(panel * kPanel + v * kLanes + lane, rows - 1));
+    return out;
+}
+
+Vec coded_value_at(const Values &values, int64_t at, int64_t panel, int64_t group, int64_t groups, int64_t rows, int v) {
+    typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+    Bytes codes;
+    std::memcpy(&codes, (const uint8_t *)values.data + at, sizeof codes);
+    Vec numbers = gather(values.table, __builtin_convertvector(codes, UintVec));
+    if (values.block_size > rows * groups + values.skip) return apart(numbers * values.factors[0]) + values.offset;
+    IntVec row = rows_of(panel, rows, v);
+    bool is_power = (values.block_size & (values.block_size - 1)) == 0;
+    Vec factors;
+    if (is_power && rows * groups + values.skip < (int64_t(1) << 31)) {
+        UintVec place = (UintVec)(row * int32_t(groups) + int32_t(group + values.skip));
+        factors = gather(values.factors, place >> uint32_t(__builtin_ctzll(uint64_t(values.block_size))));
+    } else {
+        for (int lane = 0; lane < kLanes; lane++)
+            factors[lane] = values.factors[(int64_t(row[lane]) * groups + group + values.skip) / values.block_size];
+    }
+    return apart(numbers * factors) + values.offset;
+}
+
 // Of one group, the rows of a panel from lane v * kLanes on.
 Vec value_at(const Values &values, int64_t panel, int64_t group, int64_t groups, int64_t rows, int v) {
     int64_t at = (panel * groups + group) * kPanel + v * kLanes;
-    if (values.type == 0) return load((const float *)values.data + at);
-    if (values.type == 1) return widen_half((const uint16_t *)values.data + at);
-    float out[kLanes];
-    for (int lane = 0; lane < kLanes; lane++) {
-        int64_t row = std::min(panel * kPanel + v * kLanes + lane, rows - 1);
-        int64_t block = (row * groups + group + values.skip) / values.block_size;
-        out[lane] = values.table[((const uint8_t *)values.data)[at + lane]] * values.factors[block] + values.offset;
+    switch (values.type) {
+        case 0: return load((const float *)values.data + at);
+        case 1: return widen_half((const uint16_t *)values.data + at);
+        case 2: return load((const bf16 *)values.data + at);
+        case 3: return coded_value_at(values, at, panel, group, groups, rows, v);
     }
-    return load(out);
+    IntVec row = rows_of(panel, rows, v);
+    Vec out;
+    for (int lane = 0; lane < kLanes; lane++)
+        out[lane] = ((const float *)values.data)[values.row_groups[row[lane]] * groups + group];
+    return out;
 }
 
 // ---- the product
@@ -254,6 +365,7 @@ template <typename T> class Decoded {
 
     explicit Decoded(const CodedProduct<T> &product)
         : product_(product),
+          numbers_(product.matrix),
           panels_(size_t(kTogether * product.capacity * kPanel)),
           scales_(kTogether * product.pieces.size() * kPanel),
           shifts_(product.shifted() ? scales_.size() : 0),
@@ -300,13 +412,8 @@ template <typename T> class Decoded {
     }
 
     void decode_piece(W *to, int64_t p, const Piece &piece) {
-        const CodedMatrix &matrix = product_.matrix;
-        int64_t unit = matrix.table ? 8 : 2, units = (piece.columns + unit - 1) / unit;
-        const uint8_t *codes = matrix.codes + (panel_ + p) * panel_bytes(matrix.columns, matrix.table ? 4 : 8);
-        if (matrix.table)
-            decode_nibbles(to, codes + piece.start / 8 * 64, units, matrix.table);
-        else
-            decode_bytes(to, codes + piece.start / 2 * 32, units);
+        int64_t unit = unit_columns(product_.matrix.bits), units = (piece.columns + unit - 1) / unit;
+        numbers_.read(to, panel_ + p, piece.start, units);
         int64_t missing = decoded_columns<W>(piece) - units * unit;
         std::memset(to + units * unit * kPanel, 0, size_t(missing * kPanel) * sizeof(W));
     }
@@ -453,6 +560,7 @@ template <typename T> class Decoded {
     }
 
     const CodedProduct<T> &product_;
+    Numbers<W> numbers_;
     Lines<W> panels_;      // [kTogether][capacity][16]
     Lines<float> scales_;  // [kTogether][pieces][16]
     Lines<float> shifts_;
@@ -506,63 +614,118 @@ void coded_linear(const CodedMatrix &matrix, T *out, const T *x, const T *bias, 
 struct CodedColumns {
     const CodedMatrix &matrix;
     int64_t rows, columns;
+    Numbers<float> numbers;
+
+    explicit CodedColumns(const CodedMatrix &of) : matrix(of), rows(of.rows), columns(of.columns), numbers(of) {}
 
     // As `multiply_turned` wants it; `start` a multiple of what lies together.
     const float *read(int64_t panel, int64_t start, int64_t count, float *scratch) const {
-        int bits = matrix.table ? 4 : 8;
-        int64_t unit = matrix.table ? 8 : 2, there = std::min(count, columns - start);
-        const uint8_t *codes = matrix.codes + panel * panel_bytes(columns, bits) + start / unit * (matrix.table ? 64 : 32);
-        if (matrix.table)
-            decode_nibbles(scratch, codes, (there + unit - 1) / unit, matrix.table);
-        else
-            decode_bytes(scratch, codes, (there + unit - 1) / unit);
-        int64_t groups = (columns + matrix.group_size - 1) / matrix.group_size;
+        int64_t unit = unit_columns(matrix.bits), there = std::min(count, columns - start);
+        numbers.read(scratch, panel, start, (there + unit - 1) / unit);
         for (int64_t k = 0; k < there;) {
             int64_t group = (start + k) / matrix.group_size;
             int64_t stop = std::min(there, (group + 1) * matrix.group_size - start);
-            for (int v = 0; v < kVectors; v++) scale_columns(scratch + v * kLanes, k, stop, panel, group, groups, v);
+            for (int v = 0; v < kVectors; v++) scale_columns(scratch + v * kLanes, k, stop, panel, group, v);
             k = stop;
         }
         std::memset(scratch + there * kPanel, 0, size_t((count - there) * kPanel) * sizeof(float));
         return scratch;
     }
 
-    void scale_columns(float *to, int64_t start, int64_t stop, int64_t panel, int64_t group, int64_t groups, int v) const {
-        Vec scale = value_at(matrix.scale, panel, group, groups, rows, v), zero = splat(0.0f);
+    // One row. to: float32 [columns].
+    void read_row(float *to, int64_t row) const {
+        int64_t panel = row / kPanel, lane = row % kPanel;
+        const uint8_t *codes = place_of(matrix, panel, 0);
+        for (int64_t start = 0; start < columns; start += matrix.group_size) {
+            int64_t group = start / matrix.group_size, stop = std::min(columns, start + matrix.group_size);
+            float scale = scale_at(panel, group, int(lane / kLanes))[lane % kLanes];
+            float zero = matrix.zero ? float(matrix.zero[(panel * groups() + group) * kPanel + lane]) : 0.0f;
+            for (int64_t k = start; k < stop; k++) {
+                Place at = place(lane, k, matrix.bits);
+                uint8_t code = codes[at.byte] >> at.shift & (matrix.bits == 8 ? 255 : 15);
+                float number = matrix.table ? matrix.table[code] : float(int8_t(code));
+                to[k] = (number - zero) * scale * matrix.factor;
+            }
+            if (!matrix.minimum.data) continue;
+            // Apart from the multiplication, or the compiler would round once for both.
+            float minimum = minimum_at(panel, group, int(lane / kLanes))[lane % kLanes];
+            for (int64_t k = start; k < stop; k++) to[k] += minimum;
+        }
+    }
+
+  private:
+    int64_t groups() const { return (columns + matrix.group_size - 1) / matrix.group_size; }
+    Vec scale_at(int64_t panel, int64_t group, int v) const {
+        return value_at(matrix.scale, panel, group, groups(), rows, v);
+    }
+    Vec minimum_at(int64_t panel, int64_t group, int v) const {
+        return value_at(matrix.minimum, panel, group, groups(), rows, v);
+    }
+
+    void scale_columns(float *to, int64_t start, int64_t stop, int64_t panel, int64_t group, int v) const {
+        Vec scale = scale_at(panel, group, v), zero = splat(0.0f);
         if (matrix.zero) {
-            const int8_t *from = matrix.zero + (panel * groups + group) * kPanel + v * kLanes;
+            const int8_t *from = matrix.zero + (panel * groups() + group) * kPanel + v * kLanes;
             for (int lane = 0; lane < kLanes; lane++) zero[lane] = float(from[lane]);
         }
         for (int64_t k = start; k < stop; k++)
             store(to + k * kPanel, (load(to + k * kPanel) - zero) * scale * matrix.factor);
         if (!matrix.minimum.data) return;
-        // Apart from the multiplication, or the compiler would round once for both.
-        Vec minimum = value_at(matrix.minimum, panel, group, groups, rows, v);
+        // Apart from the multiplication, as above.
+        Vec minimum = minimum_at(panel, group, v);
         for (int64_t k = start; k < stop; k++) store(to + k * kPanel, load(to + k * kPanel) + minimum);
     }
 };
 
-// Rows [start, start + count) of W, from the beginning of a panel on.
-template <typename T> void decode_rows(const CodedMatrix &matrix, T *out, int64_t start, int64_t count, int threads) {
-    constexpr int64_t kWidth = 64;
-    CodedColumns source{matrix, matrix.rows, matrix.columns};
-    parallel((count + kPanel - 1) / kPanel, threads_for(count * matrix.columns, threads), [&](int64_t first, int64_t last) {
-        Lines<float> scratch(kWidth * kPanel);
-        for (int64_t panel = first; panel < last; panel++)
-            for (int64_t column = 0; column < matrix.columns; column += kWidth) {
-                source.read(start / kPanel + panel, column, kWidth, scratch.data());
-                int64_t stop = std::min(count, (panel + 1) * kPanel), width = std::min(kWidth, matrix.columns - column);
-                T *to = out + panel * kPanel * matrix.columns + column;
-                for (int64_t k = 0; k < width; k += kLanes)
-                    for (int64_t row = 0; row < stop - panel * kPanel; row += kLanes) {
-                        Vec rows[kLanes];
-                        for (int lane = 0; lane < kLanes; lane++) rows[lane] = load(scratch.data() + (k + lane) * kPanel + row);
-                        transpose<kLanes / 2>(rows);
-                        for (int64_t index = 0; index < std::min<int64_t>(kLanes, stop - panel * kPanel - row); index++)
-                            store_some(to + (row + index) * matrix.columns + k, rows[index],
-                                       int(std::min<int64_t>(kLanes, width - k)));
-                    }
+// ---- rows
+
+// As `store_some`, but that numbers under 2^-126 stay what they are.
+void store_row(float *to, Vec value, int count) { store_some(to, value, count); }
+void store_row(bf16 *to, Vec value, int count) {
+    HalfVec halves = __builtin_convertvector(rounded_bits(value), HalfVec);
+    std::memcpy(to, &halves, size_t(std::min(count, kLanes)) * sizeof(bf16));
+}
+
+// The first `count` rows of a panel.
+template <typename T>
+void decode_panel(const CodedColumns &source, T *out, int64_t panel, int64_t count, float *scratch) {
+    constexpr int64_t kWidth = kTurnedPanels * kPanel;
+    for (int64_t column = 0; column < source.columns; column += kWidth) {
+        source.read(panel, column, kWidth, scratch);
+        int64_t width = std::min(kWidth, source.columns - column);
+        for (int64_t k = 0; k < width; k += kLanes)
+            for (int64_t row = 0; row < count; row += kLanes) {
+                Vec rows[kLanes];
+                for (int lane = 0; lane < kLanes; lane++) rows[lane] = load(scratch + (k + lane) * kPanel + row);
+                transpose(rows);
+                for (int64_t index = 0; index < std::min<int64_t>(kLanes, count - row); index++)
+                    store_row(out + (row + index) * source.columns + column + k, rows[index],
+                              int(std::min<int64_t>(kLanes, width - k)));
             }
+    }
+}
+
+template <typename T>
+void decode_rows(const CodedMatrix &matrix, T *out, const int64_t *ids, int64_t count, int threads) {
+    // Fewer are not worth reading a whole panel for.
+    constexpr int64_t kMany = 4;
+    CodedColumns source(matrix);
+    int64_t columns = matrix.columns;
+    parallel((count + kPanel - 1) / kPanel, threads_for(count * columns, threads), [&](int64_t first, int64_t last) {
+        Lines<float> scratch(size_t(std::max(columns + kLanes, kTurnedPanels * kPanel * kPanel)));
+        for (int64_t start = first * kPanel; start < std::min(count, last * kPanel); start += kPanel) {
+            int64_t some = std::min<int64_t>(kPanel, count - start);
+            if (some >= kMany && is_panel(ids + start, some)) {
+                decode_panel(source, out + start * columns, ids[start] / kPanel, some, scratch.data());
+                continue;
+            }
+            for (int64_t index = start; index < start + some; index++) {
+                source.read_row(scratch.data(), ids[index]);
+                for (int64_t k = 0; k < columns; k += kLanes)
+                    store_row(out + index * columns + k, load(scratch.data() + k),
+                              int(std::min<int64_t>(kLanes, columns - k)));
+            }
+        }
     });
 }
 
@@ -581,18 +744,13 @@ GRAFT_API void graft_pack_codes(void *packed, const void *codes, int bits, int64
     pack((uint8_t *)packed, (const uint8_t *)codes, bits, rows, columns, threads);
 }
 
-// out: [count, columns], the codes of rows `ids`.
-GRAFT_API void graft_unpack_codes(void *out, const void *packed, const int64_t *ids, int bits, int64_t count,
-                                  int64_t columns, int threads) {
-    unpack((uint8_t *)out, (const uint8_t *)packed, ids, bits, count, columns, threads);
-}
-
-// out: [count, matrix columns], rows from `start` on, a multiple of 16, columns in the order of the codes.
-GRAFT_API void graft_decode_rows(void *out, const CodedMatrix *matrix, int dtype, int64_t start, int64_t count, int threads) {
+// out: [count, matrix columns], rows `ids` of the matrix, columns in the order of the codes.
+GRAFT_API void graft_decode_rows(void *out, const CodedMatrix *matrix, const int64_t *ids, int dtype, int64_t count,
+                                 int threads) {
     if (dtype == 0)
-        decode_rows(*matrix, (float *)out, start, count, threads);
+        decode_rows(*matrix, (float *)out, ids, count, threads);
     else
-        decode_rows(*matrix, (bf16 *)out, start, count, threads);
+        decode_rows(*matrix, (bf16 *)out, ids, count, threads);
 }
 
 // out: [rows, matrix rows] = x [rows, matrix columns] @ W^T + bias.
@@ -607,7 +765,7 @@ GRAFT_API void graft_coded_linear(void *out, const void *x, const CodedMatrix *m
 // out: [rows, matrix columns] = y [rows, matrix rows] @ W, columns in the order of the codes.
 GRAFT_API void graft_turned_coded_linear(void *out, const void *y, const CodedMatrix *matrix, int dtype, int64_t rows,
                                          int64_t y_stride, int64_t out_stride, int threads) {
-    CodedColumns columns{*matrix, matrix->rows, matrix->columns};
+    CodedColumns columns(*matrix);
     if (dtype == 0)
         multiply_turned(columns, (float *)out, (const float *)y, rows, y_stride, out_stride, threads);
     else

@@ -65,19 +65,13 @@ void gather_panel(bf16 *to, const bf16 *panel, int64_t columns) {
             to[n * columns + columns - 1] = panel[(columns / 2 * kPanel + n) * 2];
 }
 
-bool is_panel(const int64_t *ids) {
-    for (int64_t n = 0; n < kPanel; n++)
-        if (ids[n] != ids[0] + n) return false;
-    return ids[0] % kPanel == 0;
-}
-
 template <typename T>
 void unpack_rows(T *out, const T *packed, const int64_t *ids, int64_t count, int64_t columns, int threads) {
     int64_t size = packed_columns<T>(columns) * kPanel;
     parallel((count + kPanel - 1) / kPanel, threads_for(count * columns, threads), [=](int64_t first, int64_t last) {
         for (int64_t start = first * kPanel; start < std::min(count, last * kPanel); start += kPanel) {
             int64_t rows = std::min<int64_t>(kPanel, count - start);
-            if (rows == kPanel && is_panel(ids + start)) {
+            if (rows == kPanel && is_panel(ids + start, rows)) {
                 gather_panel(out + start * columns, packed + ids[start] / kPanel * size, columns);
                 continue;
             }

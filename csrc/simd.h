@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -103,6 +103,25 @@ template <> inline bf16 exactly<bf16>(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     return bf16{uint16_t(bits >> 16)};
+}
+
+// A product that is rounded before it goes into a sum: the compiler would do both at once.
+inline Vec apart(Vec product) {
+    __asm__("" : "+m"(product));
+    return product;
+}
+
+// from[index], a number for each lane.
+inline Vec gather(const float *from, UintVec index) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_mask_i32gather_ps(__m512{}, 0xffff, (__m512i)index, from, 4);
+#elif defined(__AVX2__)
+    return (Vec)_mm256_i32gather_ps(from, (__m256i)index, 4);
+#else
+    Vec out;
+    for (int lane = 0; lane < kLanes; lane++) out[lane] = from[index[lane]];
+    return out;
+#endif
 }
 
 // Lanes are added pairwise, in a fixed order: the upper half to the lower, again and again.

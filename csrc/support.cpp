@@ -18,8 +18,8 @@ uint64_t enabled_state() {
 
 }  // namespace
 
-// A bit per level: 0 AVX2 + FMA + F16C, 1 AVX-512 F/BW/VL/DQ, 2 AVX-512 BF16, 3 AMX BF16. A bit is set only if the
-// operating system keeps the registers too.
+// A bit per level: 0 AVX2 + FMA + F16C, 1 AVX-512 F/BW/VL/DQ, 2 AVX-512 BF16 + VBMI, 3 AMX BF16. A bit is set only if
+// the operating system keeps the registers too.
 GRAFT_API uint32_t graft_cpu_levels() {
     uint32_t a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
@@ -34,7 +34,8 @@ GRAFT_API uint32_t graft_cpu_levels() {
     uint32_t avx512 = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);
     if (levels && zmm && (b7 & avx512) == avx512) levels |= 2;
     uint32_t a71;
-    if ((levels & 2) && __get_cpuid_count(7, 1, &a71, &b, &c, &d) && (a71 & (1u << 5))) levels |= 4;
+    bool vbmi = c7 & (1u << 1);
+    if ((levels & 2) && vbmi && __get_cpuid_count(7, 1, &a71, &b, &c, &d) && (a71 & (1u << 5))) levels |= 4;
     uint32_t amx = (1u << 22) | (1u << 24);
     if ((levels & 4) && tiles && (d7 & amx) == amx) levels |= 8;
     return levels;

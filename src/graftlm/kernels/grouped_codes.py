@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# What codes stand for where they are integers, the middle code zero; of eight bits no other table has a fast product.
+# What codes stand for where they are integers, the middle code zero.
 SIGNED_NIBBLES = torch.arange(-8.0, 8.0)
 SIGNED_BYTES = torch.arange(-128.0, 128.0)
 
@@ -18,21 +18,25 @@ SIGNED_BYTES = torch.arange(-128.0, 128.0)
 class PlainValues:
     """Numbers as they are.
 
-    stored: [out, groups], a float dtype.
+    stored: [out, groups], a float dtype; or fewer rows, if rows of the matrix have theirs in common.
+    row_groups: int32 [out], the row of `stored` that each row of the matrix has its numbers from; None for its own.
     """
 
     stored: Tensor
+    row_groups: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self.stored.nbytes
+        return self.stored.nbytes + (0 if self.row_groups is None else self.row_groups.nbytes)
 
     def values(self) -> Tensor:
-        return self.stored.float()
+        values = self.stored.float()
+        return values if self.row_groups is None else values[self.row_groups]
 
     def joined(self, count: int) -> PlainValues:
         """As `GroupedCodes.joined`."""
-        return PlainValues(stored=self.stored.view(-1, count * self.stored.shape[1]))
+        stored = self.stored if self.row_groups is None else self.stored[self.row_groups]
+        return PlainValues(stored=stored.view(-1, count * stored.shape[1]))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,23 +62,19 @@ class CodedValues:
         return self.codes.nbytes + self.table.nbytes + self.factors.nbytes
 
     def values(self) -> Tensor:
-        return self.at(torch.arange(self.codes.shape[0], device=self.codes.device), self.codes)
+        device = self.codes.device
+        values = self.table.to(device)[self.codes.int()]
+        factors = self.factors.to(device)
+        if self.block_size is None:
+            values *= factors
+        else:
+            places = torch.arange(self.codes.numel(), device=device).view(self.codes.shape) + self.skip
+            values *= factors[places // self.block_size]
+        return values.add_(self.offset) if self.offset else values
 
     def joined(self, count: int) -> CodedValues:
         """As `GroupedCodes.joined`."""
         return replace(self, codes=self.codes.view(-1, count * self.codes.shape[1]))
-
-    def at(self, rows: Tensor, codes: Tensor) -> Tensor:
-        """Those of some rows. rows: int64 [T]. codes: uint8 [T, groups], theirs -> float32 [T, groups]."""
-        groups = codes.shape[1]
-        device = codes.device
-        values = self.table.to(device)[codes.int()]
-        if self.block_size is None:
-            values *= self.factors.to(device)
-        else:
-            places = rows.unsqueeze(1) * groups + torch.arange(groups, device=device) + self.skip
-            values *= self.factors.to(device)[places // self.block_size]
-        return values.add_(self.offset) if self.offset else values
 
 
 GroupValues = PlainValues | CodedValues
@@ -105,26 +105,17 @@ class GroupedCodes:
 
     def decode(self) -> Tensor:
         """float32 [out, in]."""
-        return self.combine(
-            self.codes,
-            scale=self.scale.values(),
-            zero=self.zero,
-            minimum=None if self.minimum is None else self.minimum.values(),
-        )
-
-    def combine(self, codes: Tensor, *, scale: Tensor, zero: Tensor | None, minimum: Tensor | None) -> Tensor:
-        """What rows stand for. codes: uint8 [T, in]. scale, zero, minimum: [T, groups] -> float32 [T, in]."""
-        rows, columns = codes.shape
+        rows, columns = self.codes.shape
         size = min(self.group_size, columns)
-        padded = functional.pad(codes, (0, -columns % size))
-        matrix = self.table.to(codes.device)[padded.int()].view(rows, -(-columns // size), size)
-        if zero is not None:
-            matrix -= zero.float().unsqueeze(2)
-        matrix *= scale.unsqueeze(2)
+        padded = functional.pad(self.codes, (0, -columns % size))
+        matrix = self.table.to(padded.device)[padded.int()].view(rows, -(-columns // size), size)
+        if self.zero is not None:
+            matrix -= self.zero.float().unsqueeze(2)
+        matrix *= self.scale.values().unsqueeze(2)
         if self.factor != 1.0:
             matrix *= self.factor
-        if minimum is not None:
-            matrix += minimum.unsqueeze(2)
+        if self.minimum is not None:
+            matrix += self.minimum.values().unsqueeze(2)
         matrix = matrix.flatten(1)[:, :columns]
         return matrix if self.order is None else torch.empty_like(matrix).index_copy_(1, self.order, matrix)
 

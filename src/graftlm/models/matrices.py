@@ -15,10 +15,9 @@ from graftlm.models.stored_weights import StoredWeights
 from graftlm.models.tensor_share import MatrixShare
 from graftlm.quantization import DenseWeight, StackedWeight, Weight
 from graftlm.quantization.bitsandbytes.mixed_int8_weight import with_outliers
-from graftlm.quantization.coded import coded_weight
 from graftlm.quantization.format import Quantizer
 from graftlm.quantization.own_memory import with_own_memory
-from graftlm.quantization.packed import dense_weight
+from graftlm.quantization.packed import coded_weight, dense_weight
 from graftlm.quantization.policy import LoadPolicy
 
 

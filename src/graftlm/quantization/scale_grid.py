@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from graftlm.kernels.grouped_codes import CodedValues, GroupValues, PlainValues
 from graftlm.quantization.column_groups import ColumnGroups
+
+
+def eight_bit_values(dtype: torch.dtype) -> Tensor:
+    """What each byte stands for in a float dtype of eight bits, float32 [256]."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,6 +36,14 @@ class ScaleGrid:
     def values(self) -> Tensor:
         """Each element's scale, float32 [out, in]."""
         return self.columns.spread(self.per_row(self.scale.float()))
+
+    def by_row(self) -> GroupValues:
+        """The scales of each row, for the kernels; those of eight bits stay so."""
+        if self.scale.dtype.itemsize == 1:
+            codes = self.per_row(self.scale.view(torch.uint8))
+            return CodedValues(codes=codes, table=eight_bit_values(self.scale.dtype), factors=torch.ones(1))
+        own = torch.arange(self.scale.shape[0], dtype=self.row_groups.dtype, device=self.row_groups.device)
+        return PlainValues(stored=self.scale, row_groups=None if torch.equal(self.row_groups, own) else self.row_groups)
 
     @property
     def num_bytes(self) -> int:

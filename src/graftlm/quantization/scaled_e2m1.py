@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graftlm.kernels.grouped_codes import CodedValues, GroupedCodes
 from graftlm.quantization.column_groups import ColumnGroups
 from graftlm.quantization.packed_codes import PackedCodes
 from graftlm.quantization.row_weight import RowWeight
+from graftlm.quantization.scale_grid import eight_bit_values
 
 # One sign bit, two exponent bits, one mantissa bit; the upper eight codes are the negatives.
 # Source: OCP Microscaling Formats (MX) v1.0, table for FP4.
@@ -51,6 +53,13 @@ class ScaledE2M1(RowWeight):
     def decode(self) -> Tensor:
         values = E2M1_VALUES.to(self.scale.device)[self.codes.unpack().int()]
         return values.mul_(self.columns.spread(self.scale.float() / self.global_scale))
+
+    def grouped_codes(self) -> GroupedCodes:
+        table = eight_bit_values(self.scale.dtype).to(self.device) / self.global_scale
+        scale = CodedValues(codes=self.scale.view(torch.uint8), table=table, factors=torch.ones(1, device=self.device))
+        return GroupedCodes(
+            codes=self.codes.unpack(), bits=4, table=E2M1_VALUES, scale=scale, group_size=self.columns.size
+        )
 
     def pick(self, rows: slice | Tensor) -> ScaledE2M1:
         return ScaledE2M1(

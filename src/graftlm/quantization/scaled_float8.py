@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graftlm.kernels.grouped_codes import GroupedCodes
 from graftlm.quantization.row_weight import RowWeight
-from graftlm.quantization.scale_grid import ScaleGrid
+from graftlm.quantization.scale_grid import ScaleGrid, eight_bit_values
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,6 +43,15 @@ class ScaledFloat8(RowWeight):
 
     def decode(self) -> Tensor:
         return self.values.float().mul_(self.grid.values())
+
+    def grouped_codes(self) -> GroupedCodes:
+        return GroupedCodes(
+            codes=self.values.view(torch.uint8),
+            bits=8,
+            table=eight_bit_values(self.values.dtype),
+            scale=self.grid.by_row(),
+            group_size=self.grid.columns.size,
+        )
 
     def pick(self, rows: slice | Tensor) -> ScaledFloat8:
         return ScaledFloat8(values=self.values[rows], grid=self.grid.pick(rows), dtype=self.dtype)

@@ -23,6 +23,7 @@ class _Values(ctypes.Structure):
         ("data", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
         ("factors", ctypes.c_void_p),
+        ("row_groups", ctypes.c_void_p),
         ("skip", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
         ("offset", ctypes.c_float),
@@ -41,7 +42,13 @@ class _Matrix(ctypes.Structure):
         ("scale", _Values),
         ("minimum", _Values),
         ("factor", ctypes.c_float),
+        ("bits", ctypes.c_int32),
     ]
+
+
+# How csrc's `Values` counts numbers that lie in panels.
+_PLAIN_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_CODED_TYPE, _SHARED_TYPE = 3, 4
 
 
 def takes_codes(codes: GroupedCodes) -> bool:
@@ -51,7 +58,6 @@ def takes_codes(codes: GroupedCodes) -> bool:
         codes.codes.device.type == "cpu"
         and rows > 0
         and (codes.group_size % COLUMNS_TOGETHER == 0 or codes.group_size >= columns)
-        and (codes.bits == 4 or torch.equal(codes.table, SIGNED_BYTES))
         and (codes.zero is None or bool(((codes.zero >= -128) & (codes.zero < 128)).all()))
     )
 
@@ -69,50 +75,45 @@ class CodedMatrix:
         self.shape = (rows, columns)
         self.dtype = dtype
         self._library = library
-        self._bits = codes.bits
+        # Integers of eight bits need no table; the library reads them as signed.
+        is_signed = codes.bits == 8 and torch.equal(codes.table, SIGNED_BYTES)
         self._packed = torch.empty(library.packed_code_bytes(codes.bits, rows, columns), dtype=torch.uint8)
         library.advise_huge_pages(self._packed.data_ptr(), self._packed.nbytes)
-        # The library reads eight-bit codes as signed numbers.
-        unpacked = (codes.codes ^ 128 if codes.bits == 8 else codes.codes).contiguous()
+        unpacked = (codes.codes ^ 128 if is_signed else codes.codes).contiguous()
         library.pack_codes(
             self._packed.data_ptr(), unpacked.data_ptr(), codes.bits, rows, columns, torch.get_num_threads()
         )
         self._scale = _packed_values(codes.scale)
         self._minimum = None if codes.minimum is None else _packed_values(codes.minimum)
         self._zero = None if codes.zero is None else _in_panels(codes.zero.to(torch.int8))
-        self._table = codes.table.contiguous()
-        # How the parts make numbers, without the parts of any row.
-        self._meaning = replace(
-            codes, codes=codes.codes[:0].clone(), scale=self._scale, zero=self._zero, minimum=self._minimum
-        )
+        self._table = None if is_signed else codes.table.contiguous()
+        self._order = codes.order
         self._matrix = _Matrix(
             rows=rows,
             columns=columns,
             group_size=codes.group_size,
             codes=self._packed.data_ptr(),
-            table=self._table.data_ptr() if codes.bits == 4 else None,
+            table=address(self._table),
             zero=address(self._zero),
             scale=_values_structure(self._scale),
             minimum=_Values() if self._minimum is None else _values_structure(self._minimum),
             factor=codes.factor,
+            bits=codes.bits,
         )
 
     @property
     def num_bytes(self) -> int:
-        total = self._packed.nbytes + self._scale.num_bytes
-        # That of eight bits is the same for all matrices.
-        total += self._table.nbytes if self._bits == 4 else 0
-        total += 0 if self._minimum is None else self._minimum.num_bytes
-        total += 0 if self._zero is None else self._zero.nbytes
-        return total + (0 if self._meaning.order is None else self._meaning.order.nbytes)
+        values = sum(values.num_bytes for values in (self._scale, self._minimum) if values is not None)
+        tensors = (self._packed, self._table, self._zero, self._order)
+        return values + sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x @ W.T + bias, summed in float32 and rounded once. x: [T, in], bias: [out], in the matrix's dtype.
 
         For bfloat16 what the codes stand for is rounded to bfloat16, where `rows` rounds it times its scale.
         """
-        if self._meaning.order is not None:
-            x = x.index_select(1, self._meaning.order)
+        if self._order is not None:
+            x = x.index_select(1, self._order)
         elif x.stride(1) != 1:
             x = x.contiguous()
         out = torch.empty((x.shape[0], self.shape[0]), dtype=x.dtype)
@@ -145,46 +146,26 @@ class CodedMatrix:
             self.shape[1],
             torch.get_num_threads(),
         )
-        order = self._meaning.order
-        return out if order is None else torch.empty_like(out).index_copy_(1, order, out)
+        return self._in_order(out)
 
     def rows(self, ids: Tensor) -> Tensor:
         """The matrix's rows, to the bit what the codes it was packed from stand for. ids: int64 [T], each below the
         number of rows -> [T, in]."""
         ids = ids.contiguous()
-        if len(ids) >= PANEL_ROWS and int(ids[0]) % PANEL_ROWS == 0 and bool((ids.diff() == 1).all()):
-            return self._successive_rows(int(ids[0]), len(ids))
-        codes = torch.empty((len(ids), self.shape[1]), dtype=torch.uint8)
-        self._library.unpack_codes(
-            codes.data_ptr(),
-            self._packed.data_ptr(),
-            ids.data_ptr(),
-            self._bits,
-            len(ids),
-            self.shape[1],
-            torch.get_num_threads(),
-        )
-        matrix = self._meaning.combine(
-            codes ^ 128 if self._bits == 8 else codes,
-            scale=_values_of_rows(self._scale, ids),
-            zero=None if self._zero is None else _of_rows(self._zero, ids),
-            minimum=None if self._minimum is None else _values_of_rows(self._minimum, ids),
-        )
-        return matrix.to(self.dtype)
-
-    def _successive_rows(self, start: int, count: int) -> Tensor:
-        """[count, in]. start: where a panel begins."""
-        out = torch.empty((count, self.shape[1]), dtype=self.dtype)
+        out = torch.empty((len(ids), self.shape[1]), dtype=self.dtype)
         self._library.decode_rows(
             out.data_ptr(),
             ctypes.addressof(self._matrix),
+            ids.data_ptr(),
             DTYPE_CODES[self.dtype],
-            start,
-            count,
+            len(ids),
             torch.get_num_threads(),
         )
-        order = self._meaning.order
-        return out if order is None else torch.empty_like(out).index_copy_(1, order, out)
+        return self._in_order(out)
+
+    def _in_order(self, matrix: Tensor) -> Tensor:
+        """Columns where they belong. matrix: [T, in], columns in the order of the codes."""
+        return matrix if self._order is None else torch.empty_like(matrix).index_copy_(1, self._order, matrix)
 
 
 def _in_panels(values: Tensor) -> Tensor:
@@ -194,26 +175,16 @@ def _in_panels(values: Tensor) -> Tensor:
     return padded.view(-1, PANEL_ROWS, groups).transpose(1, 2).contiguous()
 
 
-def _of_rows(panels: Tensor, ids: Tensor) -> Tensor:
-    """Undoes `_in_panels` for some rows. ids: int64 [T] -> [T, groups]."""
-    return panels[ids // PANEL_ROWS, :, ids % PANEL_ROWS]
-
-
 def _packed_values(values: GroupValues) -> GroupValues:
-    """The same in panels, and of a dtype that the library reads."""
+    """The same in panels, but for those that rows have in common, and of a dtype that the library reads."""
     if isinstance(values, CodedValues):
         return replace(values, codes=_in_panels(values.codes))
     stored = values.stored
+    if values.row_groups is not None:
+        return PlainValues(stored=stored.float().contiguous(), row_groups=values.row_groups.int().contiguous())
     # The library widens float16 as if all were finite.
-    is_kept = stored.dtype == torch.float16 and bool(stored.isfinite().all())
+    is_kept = stored.dtype in _PLAIN_TYPES and (stored.dtype != torch.float16 or bool(stored.isfinite().all()))
     return PlainValues(stored=_in_panels(stored if is_kept else stored.float()))
-
-
-def _values_of_rows(values: GroupValues, ids: Tensor) -> Tensor:
-    """float32 [T, groups] of what is in panels."""
-    if isinstance(values, CodedValues):
-        return values.at(ids, _of_rows(values.codes, ids))
-    return _of_rows(values.stored, ids).float()
 
 
 def _values_structure(values: GroupValues) -> _Values:
@@ -225,6 +196,8 @@ def _values_structure(values: GroupValues) -> _Values:
             skip=values.skip,
             block_size=values.block_size or 1 << 62,
             offset=values.offset,
-            type=2,
+            type=_CODED_TYPE,
         )
-    return _Values(data=values.stored.data_ptr(), type=1 if values.stored.dtype == torch.float16 else 0)
+    if values.row_groups is not None:
+        return _Values(data=values.stored.data_ptr(), row_groups=values.row_groups.data_ptr(), type=_SHARED_TYPE)
+    return _Values(data=values.stored.data_ptr(), type=_PLAIN_TYPES[values.stored.dtype])

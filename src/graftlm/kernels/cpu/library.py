@@ -31,7 +31,7 @@ _ARGUMENTS: dict[str, Sequence[Any]] = {
     "graft_advise_huge_pages": (_POINTER, _LONG),
     "graft_apply_rotary": (_POINTER,) * 4 + (_INT,) + (_LONG,) * 6 + (_INT,),
     "graft_coded_linear": (_POINTER,) * 4 + (_INT,) + (_LONG,) * 3 + (_INT,),
-    "graft_decode_rows": (_POINTER, _POINTER, _INT, _LONG, _LONG, _INT),
+    "graft_decode_rows": (_POINTER,) * 3 + (_INT, _LONG, _INT),
     "graft_gated_activation": (_POINTER, _POINTER, _INT, _INT, _LONG, _LONG, _INT),
     "graft_layer_norm": (_POINTER,) * 4 + (_INT, _LONG, _LONG, _FLOAT, _INT),
     "graft_linear": (_POINTER,) * 4 + (_INT,) + (_LONG,) * 5 + (_INT,),
@@ -44,7 +44,6 @@ _ARGUMENTS: dict[str, Sequence[Any]] = {
     "graft_turned_coded_linear": (_POINTER,) * 3 + (_INT,) + (_LONG,) * 3 + (_INT,),
     "graft_turned_linear": (_POINTER,) * 3 + (_INT,) + (_LONG,) * 5 + (_INT,),
     "graft_unpack_rows": (_POINTER,) * 3 + (_INT, _LONG, _LONG, _INT),
-    "graft_unpack_codes": (_POINTER,) * 3 + (_INT, _LONG, _LONG, _INT),
     "graft_write_kv": (_POINTER,) * 3 + (_INT,) + (_LONG,) * 5 + (_INT,),
 }
 

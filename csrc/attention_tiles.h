@@ -54,9 +54,18 @@ class TiledAttention {
             int64_t seen = std::max<int64_t>(first, oldest_[0]), stop = std::min(newest + 1, first + kTile);
             read(cache, first, seen, stop);
             int64_t steps = (stop - first + kDepth - 1) / kDepth;
-            for (int64_t row = 0; row < rows; row += kRows) {
-                bool hidden = first > position_[row + kRows - 1] || first + kTile <= oldest_[row];
-                if (!hidden) attend_rows(scores, row, first, origin, steps);
+            auto next_seen = [&](int64_t row) {
+                while (row < rows && (first > position_[row + kRows - 1] || first + kTile <= oldest_[row])) row += kRows;
+                return row;
+            };
+            // The next rows' scores are in the making while these rows' become weights.
+            int64_t row = next_seen(0);
+            if (row < rows) multiply_keys(scores_[0], row);
+            for (int turn = 0; row < rows; turn ^= 1) {
+                int64_t next = next_seen(row + kRows);
+                if (next < rows) multiply_keys(scores_[turn ^ 1], next);
+                attend_rows(scores, scores_[turn], row, first, origin, steps);
+                row = next;
             }
         }
         for (int64_t row = 0; row < count; row++) {
@@ -111,25 +120,21 @@ class TiledAttention {
             }
     }
 
-    // 16 pairs from `row` on. steps: of kDepth keys, those that anybody sees.
-    void attend_rows(const Scores &scores, int64_t row, int64_t first, int64_t origin, int64_t steps) {
-        multiply_keys(queries_.data() + row * depth_);
-        bool all_seen = first + kTile <= position_[row] + 1 && first >= oldest_[row + kRows - 1];
-        const Vec lanes = lane_numbers();
+    // 16 pairs from `row` on. products: theirs with the keys from `first` on; steps: of kDepth keys, those that anybody
+    // sees.
+    void attend_rows(const Scores &scores, float *products, int64_t row, int64_t first, int64_t origin, int64_t steps) {
         Vec tops[kRows];
-        for (int r = 0; r < kRows; r++) {
-            float *at = weights_ + r * kTile;
-            for (int v = 0; v < kVectorsOfKeys; v++) {
-                Vec score = capped(scores, load(at + v * kLanes));
-                Vec key = lanes + float(first + v * kLanes);
-                if (scores.slopes) score += alibi<bf16>(scores, splat(slope_[row + r]), key - float(origin));
-                if (!all_seen) {
-                    IntVec hidden = (key > float(position_[row + r])) | (key < float(oldest_[row + r]));
-                    score = select(hidden, splat(-__builtin_inff()), score);
+        bool all_seen = first + kTile <= position_[row] + 1 && first >= oldest_[row + kRows - 1];
+        if (all_seen && !scores.slopes && scores.softcap <= 0.0f) {
+            for (int r = 0; r < kRows; r++)
+                for (int v = 0; v < kVectorsOfKeys; v++) {
+                    float *at = products + r * kTile + v * kLanes;
+                    Vec score = load(at) * scores.scale;
+                    store(at, score);
+                    tops[r] = v ? max(tops[r], score) : score;
                 }
-                store(at + v * kLanes, score);
-                tops[r] = v ? max(tops[r], score) : score;
-            }
+        } else {
+            for (int r = 0; r < kRows; r++) tops[r] = score_row(scores, products + r * kTile, row + r, first, origin);
         }
         // A lane per pair.
         transpose(tops);
@@ -142,12 +147,11 @@ class TiledAttention {
         store(references, reference);
         store(corrections, exp(before - reference));
         for (int r = 0; r < kRows; r++) {
-            Vec total{};
-            for (int v = 0; v < kVectorsOfKeys; v++) {
-                Vec weight = exp(load(weights_ + r * kTile + v * kLanes) - references[r]);
-                total += weight;
-                store(rounded_weights_ + r * kTile + v * kLanes, weight);
-            }
+            Vec weights[kVectorsOfKeys];
+            for (int v = 0; v < kVectorsOfKeys; v++)
+                weights[v] = exp(load(products + r * kTile + v * kLanes) - references[r]);
+            Vec total = (weights[0] + weights[1]) + (weights[2] + weights[3]);
+            for (int v = 0; v < kVectorsOfKeys; v++) store(weights_ + r * kTile + v * kLanes, weights[v]);
             float *mass = mass_ + (row + r) * kLanes;
             store(mass, load(mass) * corrections[r] + total);
             if (corrections[r] == 1.0f) continue;
@@ -159,8 +163,25 @@ class TiledAttention {
                             int(std::min<int64_t>(4, (width_ - d) / kRows)));
     }
 
-    // weights_ = queries by all keys.
-    void multiply_keys(const bf16 *queries) {
+    // The scores of one pair in place of its products; the highest of every fourth.
+    Vec score_row(const Scores &scores, float *products, int64_t row, int64_t first, int64_t origin) const {
+        const Vec lanes = lane_numbers();
+        Vec top;
+        for (int v = 0; v < kVectorsOfKeys; v++) {
+            Vec score = capped(scores, load(products + v * kLanes));
+            Vec key = lanes + float(first + v * kLanes);
+            if (scores.slopes) score += alibi<bf16>(scores, splat(slope_[row]), key - float(origin));
+            IntVec hidden = (key > float(position_[row])) | (key < float(oldest_[row]));
+            score = select(hidden, splat(-__builtin_inff()), score);
+            store(products + v * kLanes, score);
+            top = v ? max(top, score) : score;
+        }
+        return top;
+    }
+
+    // products: [16][kTile], of 16 pairs from `row` on with all keys.
+    void multiply_keys(float *products, int64_t row) {
+        const bf16 *queries = queries_.data() + row * depth_;
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
@@ -177,13 +198,13 @@ class TiledAttention {
             _tile_loadd(7, keys + 3 * kTileSize, 64);
             _tile_dpbf16ps(3, 4, 7);
         }
-        _tile_stored(0, weights_, kTile * 4);
-        _tile_stored(1, weights_ + 16, kTile * 4);
-        _tile_stored(2, weights_ + 32, kTile * 4);
-        _tile_stored(3, weights_ + 48, kTile * 4);
+        _tile_stored(0, products, kTile * 4);
+        _tile_stored(1, products + 16, kTile * 4);
+        _tile_stored(2, products + 32, kTile * 4);
+        _tile_stored(3, products + 48, kTile * 4);
     }
 
-    // totals += rounded_weights_ by values: `tiles` of 16 columns, 4 at most.
+    // totals += weights_ by values: `tiles` of 16 columns, 4 at most.
     void multiply_values(float *totals, const bf16 *values, int64_t steps, int tiles) {
         int64_t bytes = width_ * 4;
         _tile_loadd(0, totals, bytes);
@@ -191,7 +212,7 @@ class TiledAttention {
         if (tiles > 2) _tile_loadd(2, totals + 32, bytes);
         if (tiles > 3) _tile_loadd(3, totals + 48, bytes);
         for (int64_t step = 0; step < steps; step++, values += kDepth * width_) {
-            _tile_loadd(4, rounded_weights_ + step * kDepth, kTile * 2);
+            _tile_loadd(4, weights_ + step * kDepth, kTile * 2);
             _tile_loadd(6, values, bytes);
             _tile_dpbf16ps(0, 4, 6);
             if (tiles > 1) {
@@ -226,8 +247,8 @@ class TiledAttention {
     Lines<bf16> keys_;                           // [depth / 32][kTile / 16][16][16][2]: tiles of pairs of dimensions
     Lines<bf16> values_;                         // [kTile / 2][width][2]
     // Of 16 pairs by kTile keys.
-    alignas(64) float weights_[kRows * kTile];   // scores first
-    alignas(64) bf16 rounded_weights_[kRows * kTile];
+    alignas(64) float scores_[2][kRows * kTile];
+    alignas(64) bf16 weights_[kRows * kTile];
 };
 
 }  // namespace graft

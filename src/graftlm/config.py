@@ -64,6 +64,8 @@ class EngineConfig:
             this machine's.
         steps_in_flight: steps that are under way at once, each of a part of the requests, so that workers need not wait
             for each other; default: as many as there are stretches of layers.
+        activation_journal: workers keep what they give to the next one, in a part of `kv_cache_bytes`, so that when one
+            is lost its replacement computes again what is missing, and no other does.
         worker_timeout_seconds: a worker that gives no sign of life, however long its step takes, or a replica that says
             nothing, for so long is taken for dead and replaced.
         ray_address: a Ray cluster that runs already, such as "auto"; default: one is started on this machine for the
@@ -102,6 +104,7 @@ class EngineConfig:
     worker_layers: Sequence[int] = ()
     worker_cpus: int | None = None
     steps_in_flight: int | None = None
+    activation_journal: bool = True
     worker_timeout_seconds: float = 60.0
     ray_address: str | None = None
     allow_pickle: bool = False
@@ -215,6 +218,8 @@ class EngineConfig:
             for name in about if self.replicas else (*about, "worker_cpus", "ray_address"):
                 if getattr(self, name):
                     raise ConfigurationError(f"{name} is about workers, and there are none", do="set workers as well")
+            if not self.activation_journal:
+                raise ConfigurationError("without workers there is no activation_journal to leave out")
         elif self.worker_layers and (
             len(self.worker_layers) != self.num_stages or not all(count >= 1 for count in self.worker_layers)
         ):

@@ -44,6 +44,12 @@ def num_steps(pipeline: Pipeline) -> int:
     return work.num_steps
 
 
+def num_tokens(pipeline: Pipeline) -> int:
+    work = pipeline.llm.workers[0].work
+    assert work is not None
+    return work.num_tokens
+
+
 def run(
     pipeline: Pipeline, disturb: Callable[[int, list[str]], None] = lambda count, job_ids: None
 ) -> list[tuple[int, ...] | Exception]:
@@ -113,6 +119,8 @@ def test_a_stage_that_breaks_fails_the_requests_of_its_step_and_no_others(
         theirs for ours, theirs in zip(results, expected, strict=True) if ours not in failed
     ]
     assert pipeline.llm.num_lost_workers == 0
+    # The others go on from where they were.
+    assert num_tokens(pipeline) <= sum(len(prompt["prompt_token_ids"]) for prompt in requests(NAMES)[0]) + 8 * 12
     assert_nothing_is_held(pipeline, num_free_blocks)
     assert run(pipeline) == expected
 

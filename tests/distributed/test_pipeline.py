@@ -296,6 +296,7 @@ def test_an_adapter_with_another_stack_of_layers_is_refused(base: Path, tmp_path
         ({"worker_layers": (4,)}, "worker_layers does not fit workers"),
         ({"worker_layers": (1, 2)}, "does not add up"),
         ({"workers": None, "ray_address": "auto"}, "ray_address is about workers"),
+        ({"workers": None, "activation_journal": False}, "without workers there is no activation_journal"),
         ({"worker_timeout_seconds": 0}, "worker_timeout_seconds must be positive"),
         ({"device": "cuda"}, "workers compute on the CPU"),
     ],

@@ -136,6 +136,8 @@ def test_r105_killed_and_frozen_workers_cost_no_token(
         # The first is replaced by a spare, the second by whatever there is by then.
         await wait_for_spare(engine)
         await disturb_streams(engine, {60: (0, signal.SIGKILL), 300: (2, signal.SIGSTOP)})
+        # Each was replaced, and computed again what its own layers had lost.
+        assert all(worker.work is not None and worker.work.num_replayed_tokens > 0 for worker in stages(engine))
         assert engine.num_free_blocks == num_free_blocks
         assert engine.num_unfinished_requests == 0
         await engine.shutdown()

@@ -23,8 +23,9 @@ from graftlm.distributed.in_process import InProcessPool
 from graftlm.distributed.start import serve_on_workers
 from graftlm.engine.engine import Engine
 from graftlm.engine.executor import Executor, StepInFlight, WorkerInfo
-from graftlm.engine.scheduler import ScheduledSequence
+from graftlm.engine.scheduler import Replay, ScheduledSequence
 from graftlm.engine.served_model import ServedModel, serve_here
+from graftlm.engine.stage_range import StageRange
 from graftlm.kernels.cpu.library import LEVEL_VARIABLE, best_library
 from tests.parity import method_rig
 from tests.parity.family_cases import FAMILY_CASES, FamilyCase
@@ -170,8 +171,8 @@ class RecordingExecutor:
     def depth(self) -> int:
         return self._executor.depth
 
-    def submit(self, sequences: Sequence[ScheduledSequence]) -> RecordedStep:
-        return RecordedStep(self, sequences, self._executor.submit(sequences))
+    def submit(self, sequences: Sequence[ScheduledSequence], replays: Sequence[Replay] = ()) -> RecordedStep:
+        return RecordedStep(self, sequences, self._executor.submit(sequences, replays))
 
     def record(self, sequences: Sequence[ScheduledSequence], logits: Tensor) -> None:
         wanted = iter(logits.clone())
@@ -183,8 +184,8 @@ class RecordingExecutor:
                 self.num_repeated += position in rows
                 assert is_same(rows.setdefault(position, row), row)
 
-    def recover(self) -> None:
-        self._executor.recover()
+    def recover(self) -> StageRange | None:
+        return self._executor.recover()
 
     def close(self) -> None:
         self._executor.close()

@@ -1,12 +1,12 @@
 """Random traffic over the scheduler, a small block pool and too little memory for all adapters; the model is a pure
-function of the tokens so far, and adapters arrive when it pleases the test."""
+function of the tokens so far, its stages lose what they have cached, and adapters arrive when it pleases the test."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,7 +21,9 @@ from graftlm.engine.cache_blocks import DROPPED, CacheBlocks, CacheGroup, blocks
 from graftlm.engine.policy import FairShare, FirstComeFirstServed, SchedulingPolicy
 from graftlm.engine.request import Request
 from graftlm.engine.residency import Residency
-from graftlm.engine.scheduler import PROMPT_LOGITS_CHUNK, ScheduledSequence, Scheduler, SchedulerOutput
+from graftlm.engine.scheduler import PROMPT_LOGITS_CHUNK, Replay, ScheduledSequence, Scheduler, SchedulerOutput
+from graftlm.engine.stage_range import StageRange
+from graftlm.models.cache_layout import farthest_group
 from graftlm.models.length_regimes import LengthRegimes, Regime
 
 VOCAB = 31
@@ -66,6 +68,11 @@ GROWING = LengthRegimes(sequence_lens=frozenset({3, 9}))
 LONG_PROMPTS = LengthRegimes(prompt_lens=frozenset({4}))
 
 
+# What is in a slot.
+Content = tuple[str | None, Regime, tuple[int, ...]]
+RUBBISH: Content = ("rubbish", (0, 0), ())
+
+
 class Traffic(RuleBasedStateMachine):
     """Adds, aborts and steps in any order; every step is checked against a simulated cache."""
 
@@ -83,10 +90,12 @@ class Traffic(RuleBasedStateMachine):
         adapter_bytes=st.sampled_from([4, 4, 5, 7]),
         policy=st.sampled_from(["fcfs", "fair"]),
         num_in_flight=st.sampled_from([1, 2, 2, 3]),
+        num_stages=st.sampled_from([1, 2, 3, 3]),
     )
     def build(self, **shape: Any) -> None:
         num_blocks = shape.pop("num_blocks")
         self.shape = shape
+        self.num_stages = shape.pop("num_stages")
         self.windows: tuple[int | None, ...] = shape.pop("windows")
         placement = {"block_size": shape.pop("block_size"), "chunk_tokens": shape.pop("chunk_tokens")}
         self.block_size, self.chunk_tokens = placement["block_size"], placement["chunk_tokens"]
@@ -108,7 +117,9 @@ class Traffic(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.computed: dict[str, int] = {}
-        self.cache: dict[tuple[int, int], tuple[str | None, Regime, tuple[int, ...]]] = {}
+        # By stage, group and slot; and what each stage gave to the next, by stage and slot.
+        self.cache: dict[tuple[int, int, int], Content] = {}
+        self.journal: dict[tuple[int, int], Content] = {}
         self.steps_since_arrival = 0
 
     @rule(
@@ -175,9 +186,10 @@ class Traffic(RuleBasedStateMachine):
         self.totals["requests"] += 1
 
     @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        running = [request_id for request_id in self.requests if self._is_unfinished(request_id)]
+    @rule(data=st.data(), in_flight=st.booleans())
+    def abort(self, data: st.DataObject, in_flight: bool) -> None:
+        computed = {request_id for output in self.in_flight for request_id in output.request_ids} if in_flight else ()
+        running = [request_id for request_id in computed or self.requests if self._is_unfinished(request_id)]
         request_id = data.draw(st.sampled_from(sorted(running or self.requests)))
         request = self.requests[request_id]
         was_running = request.finish_reason is None
@@ -229,9 +241,19 @@ class Traffic(RuleBasedStateMachine):
             self.residency.discard(digest)
             assert self.residency.state(digest) == "absent"
 
-    @rule(count=st.integers(1, 3) | st.integers(1, 20))
-    def step(self, count: int) -> None:
-        for _ in range(count):
+    @rule(
+        count=st.integers(1, 3) | st.integers(1, 20),
+        # Before which of the steps; the first stage, how many more, and steps in flight that others have computed.
+        losses=st.dictionaries(
+            st.integers(0, 8),
+            st.tuples(st.integers(0, 2), st.sampled_from([0, 0, 0, 1]), st.integers(0, 3)),
+            max_size=3,
+        ),
+    )
+    def step(self, count: int, losses: dict[int, tuple[int, int, int]]) -> None:
+        for number in range(count):
+            if number in losses:
+                self._lose(*losses[number])
             self._step()
 
     # Not before a step or two has gone well: otherwise there is little left to share.
@@ -243,14 +265,16 @@ class Traffic(RuleBasedStateMachine):
         if not self.in_flight:
             return
         output = self.in_flight.popleft()
-        for sequence in output.sequences:
+        for sequence, stages in self._parts(output):
             for group in range(len(self.windows)):
                 for position in range(sequence.start, sequence.start + int(share_written * len(sequence.token_ids))):
-                    self.cache[group, self._slot(sequence, group, position)] = ("rubbish", ONE_REGIME, ())
-        for sequence in output.sequences:
-            if self._is_unfinished(sequence.request_id):
-                self.scheduler.finish(sequence.request_id, "abort")
-                self.aborted.add(sequence.request_id)
+                    slot = self._slot(sequence, group, position)
+                    self.cache |= dict.fromkeys([(stage, group, slot) for stage in stages], RUBBISH)
+                    self.journal |= dict.fromkeys([(stage, slot) for stage in stages if group == self._table], RUBBISH)
+        for request_id in output.request_ids:
+            if self._is_unfinished(request_id):
+                self.scheduler.finish(request_id, "abort")
+                self.aborted.add(request_id)
                 self.totals["failures"] += 1
         self._check_blocks()
 
@@ -263,13 +287,27 @@ class Traffic(RuleBasedStateMachine):
             self.totals["withdrawn"] += 1
         self._check_blocks()
 
-    @precondition(lambda self: self.steps_since_arrival >= 4)
-    @rule()
-    def lose_the_cache(self) -> None:
+    def _lose(self, first: int, more: int, num_computed: int) -> None:
+        """The stages before those that are lost have computed some of the steps in flight, which nobody will end."""
+        first = min(first, self.num_stages - 1)
+        lost = StageRange(first=first, last=min(first + more, self.num_stages - 1), count=self.num_stages)
+        for output in itertools.islice(self.in_flight, num_computed):
+            for sequence, stages in self._parts(output):
+                self._write(sequence, [stage for stage in stages if stage < lost.first])
         self.in_flight.clear()
-        self.cache.clear()
-        self.scheduler.start_over()
-        self.totals["losses"] += 1
+        gone = range(lost.first, lost.last + 1)
+        self.cache = {place: content for place, content in self.cache.items() if place[0] not in gone}
+        self.journal = {place: content for place, content in self.journal.items() if place[0] not in gone}
+        running = self.scheduler.num_running
+        self.scheduler.drop_steps()
+        self.scheduler.lose(lost)
+        self.totals["losses"] += lost.is_everything
+        self.totals["losses of some stages"] += not lost.is_everything
+        assert self.scheduler.num_running == 0 or not lost.is_everything
+        self.totals["kept after a loss"] += self.scheduler.num_running
+        self.totals["given up after a loss of some stages"] += (not lost.is_everything) * (
+            running - self.scheduler.num_running
+        )
         self._check_blocks()
 
     def teardown(self) -> None:
@@ -303,15 +341,15 @@ class Traffic(RuleBasedStateMachine):
         self.totals["steps"] += 1
         self._check_loads(output, resident)
         # Work is never left lying: whatever the pool's size, somebody moves, and nobody waits for ever.
-        assert had_work or not output.sequences
-        if had_work and not output.sequences and not self.in_flight:
+        assert had_work or output.is_empty
+        if had_work and output.is_empty and not self.in_flight:
             assert self.loading
             self.totals["steps without an adapter"] += 1
             digest = self.loading.pop(0)
             self.residency.complete(digest, f"weights of {digest}")
         self._check_step(output)
         self._check_blocks()
-        self.was_scheduled = bool(output.sequences)
+        self.was_scheduled = not output.is_empty
         if self.was_scheduled:
             self.in_flight.append(output)
             self.totals["steps beside another"] += len(self.in_flight) > 1
@@ -321,6 +359,8 @@ class Traffic(RuleBasedStateMachine):
         """Compute it, only now, and record it. Requests of it may have gone meanwhile, and others have their blocks."""
         running = {request_id for request_id in self.requests if self._is_unfinished(request_id)}
         sampled = {}
+        for replay in output.replays:
+            self._replay(self.requests[replay.sequence.request_id], replay)
         for sequence in output.sequences:
             request = self.requests[sequence.request_id]
             self._compute(request, sequence)
@@ -339,15 +379,17 @@ class Traffic(RuleBasedStateMachine):
         return self.requests[request_id].finish_reason is None
 
     def _check_step(self, output: SchedulerOutput) -> None:
-        sequences = output.sequences
+        replayed = [replay.sequence for replay in output.replays]
+        sequences = [*output.sequences, *replayed]
         assert sum(len(sequence.token_ids) for sequence in sequences) <= self.shape["max_num_batched_tokens"]
         assert len(sequences) <= self.shape["max_num_seqs"]
-        assert len({sequence.request_id for sequence in sequences}) == len(sequences)
-        others = {sequence.request_id for step in self.in_flight for sequence in step.sequences}
-        assert others.isdisjoint(sequence.request_id for sequence in sequences)
-        adapters = [digest for digest, _ in itertools.groupby(sequence.adapter_digest for sequence in sequences)]
-        assert len(adapters) == len(set(adapters))
-        assert None not in adapters[1:]
+        assert len(set(output.request_ids)) == len(sequences)
+        others = {request_id for step in self.in_flight for request_id in step.request_ids}
+        assert others.isdisjoint(output.request_ids)
+        for part in (output.sequences, replayed):
+            adapters = [digest for digest, _ in itertools.groupby(sequence.adapter_digest for sequence in part)]
+            assert len(adapters) == len(set(adapters))
+            assert None not in adapters[1:]
 
     def _check_loads(self, output: SchedulerOutput, resident: set[str]) -> None:
         for load in output.loads:
@@ -360,7 +402,7 @@ class Traffic(RuleBasedStateMachine):
         assert self.residency.free_bytes == self.residency.max_bytes - used >= 0
         assert {digest for digest, state in held.items() if state == "loading"} == set(self.loading)
         self.totals["evictions"] += len([digest for digest in resident if held[digest] == "absent"])
-        computing = {sequence.adapter_digest for sequence in output.sequences} - {None}
+        computing = {self.requests[request_id].adapter_digest for request_id in output.request_ids} - {None}
         for digest in computing:
             assert digest is not None
             assert self.residency.weights(digest) == f"weights of {digest}"
@@ -399,19 +441,57 @@ class Traffic(RuleBasedStateMachine):
         wants_all = request.params.prompt_logprobs is not None and sequence.start < len(request.prompt_token_ids)
         assert sequence.num_logits == (len(sequence.token_ids) if wants_all else int(sequence.stop == len(known)))
         assert not wants_all or sequence.num_logits <= PROMPT_LOGITS_CHUNK
-        lengths = {"prompt_len": len(request.prompt_token_ids), "sequence_len": len(known)}
-        regime = self.shape["length_regimes"].regime(**lengths)
-        for group, window in enumerate(self.windows):
-            oldest = 0 if window is None else max(sequence.start + 1 - window, 0)
-            table = sequence.block_tables[group]
-            slots = {position: self._slot(sequence, group, position) for position in range(oldest, sequence.stop)}
-            # A key or value follows from the tokens up to it, from the adapter, and from the regime.
-            for position in range(sequence.start, sequence.stop):
-                self.cache[group, slots[position]] = (request.adapter_digest, regime, known[: position + 1])
-            for position, slot in slots.items():
-                assert self.cache[group, slot] == (request.adapter_digest, regime, known[: position + 1])
-            self.totals["blocks dropped"] += table.count(DROPPED)
+        self._write(sequence, range(self.num_stages))
+        self.totals["blocks dropped"] += sum(table.count(DROPPED) for table in sequence.block_tables)
         self.computed[request.request_id] = sequence.stop
+
+    def _replay(self, request: Request, replay: Replay) -> None:
+        """Write tokens to the caches that lack them, from what the stage before gave for them."""
+        sequence, stages = replay.sequence, replay.stages
+        assert not stages.is_everything
+        assert sequence.num_logits == 0
+        assert 0 < len(sequence.token_ids) <= self.chunk_tokens
+        assert sequence.token_ids == request.tokens(sequence.start, sequence.stop)
+        if any(table.blocks for table in request.block_tables):
+            assert sequence.stop <= request.num_computed_tokens
+        if stages.first > 0:
+            for position in range(sequence.start, sequence.stop):
+                given = self.journal[stages.first - 1, self._slot(sequence, self._table, position)]
+                assert given == self._content(sequence, position)
+        self._write(sequence, range(stages.first, stages.last + 1))
+        self.totals["replayed tokens"] += len(sequence.token_ids)
+
+    def _parts(self, output: SchedulerOutput) -> list[tuple[ScheduledSequence, range]]:
+        """What is in a step, and which stages compute it."""
+        parts = [(sequence, range(self.num_stages)) for sequence in output.sequences]
+        return parts + [
+            (replay.sequence, range(replay.stages.first, replay.stages.last + 1)) for replay in output.replays
+        ]
+
+    def _write(self, sequence: ScheduledSequence, stages: Iterable[int]) -> None:
+        """To the caches and journals of stages; in the caches everything that the tokens see must still be there."""
+        contents = [self._content(sequence, position) for position in range(sequence.stop)]
+        for stage in stages:
+            for group, window in enumerate(self.windows):
+                oldest = 0 if window is None else max(sequence.start + 1 - window, 0)
+                slots = {position: self._slot(sequence, group, position) for position in range(oldest, sequence.stop)}
+                for position in range(sequence.start, sequence.stop):
+                    self.cache[stage, group, slots[position]] = contents[position]
+                    if group == self._table:
+                        self.journal[stage, slots[position]] = contents[position]
+                for position, slot in slots.items():
+                    assert self.cache[stage, group, slot] == contents[position]
+
+    def _content(self, sequence: ScheduledSequence, position: int) -> Content:
+        """A key or value follows from the tokens up to it, from the adapter, and from the regime."""
+        request = self.requests[sequence.request_id]
+        regime = self.shape["length_regimes"].regime(prompt_len=sequence.prompt_len, sequence_len=sequence.sequence_len)
+        return request.adapter_digest, regime, request.tokens(0, position + 1)
+
+    @property
+    def _table(self) -> int:
+        """Whose slots the journal goes by."""
+        return farthest_group(self.windows)
 
     def _slot(self, sequence: ScheduledSequence, group: int, position: int) -> int:
         return sequence.block_tables[group][position // self.block_size] * self.block_size + position % self.block_size
@@ -437,6 +517,10 @@ def test_any_traffic_gives_every_request_its_solo_tokens_and_every_block_back() 
         "aborts": 100,
         "failures": 5,
         "losses": 20,
+        "losses of some stages": 300,
+        "kept after a loss": 50,
+        "given up after a loss of some stages": 5,
+        "replayed tokens": 100,
         "withdrawn": 20,
         "steps beside another": 300,
         "aborted in flight": 3,

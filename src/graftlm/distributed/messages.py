@@ -101,18 +101,27 @@ class StepKey:
 
 @dataclass(frozen=True, kw_only=True)
 class StageStep:
-    """One step for one stage. is_first: of the stages; the others need what the one before gives."""
+    """One step for one stage. is_first: of the stages; the others need what the one before gives.
+
+    replays: computed besides the sequences, again, for what this stage has lost of them. recalled: of which it gives on
+    what it gave when it computed them, behind what it gives for the sequences; the next stage's `replays`.
+    """
 
     key: StepKey
     sequences: tuple[ScheduledSequence, ...]
     is_first: bool
+    replays: tuple[ScheduledSequence, ...] = ()
+    recalled: tuple[ScheduledSequence, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageReport:
-    """compute_seconds: what a step took. waited_seconds: from the end of the one before until it began.
-    hop_bytes: of what it was given and of what it gave. adapter_bytes: that the stage holds."""
+    """num_tokens: that were computed, num_replayed_tokens: of them for the second time. compute_seconds: what a step
+    took. waited_seconds: from the end of the one before until it began. hop_bytes: of what it was given and of what it
+    gave. adapter_bytes: that the stage holds."""
 
+    num_tokens: int
+    num_replayed_tokens: int
     compute_seconds: float
     waited_seconds: float
     hop_bytes: int
@@ -121,7 +130,8 @@ class StageReport:
 
 @dataclass(frozen=True, kw_only=True)
 class StageReply:
-    """output: [T, E], or of the last stage the logits, [N, V]; of ranks after the first nothing.
+    """output: [T, E], T those of the sequences and of what was recalled, or of the last stage the logits, [N, V]; of
+    ranks after the first nothing.
     reports: of all stages up to this one."""
 
     key: StepKey

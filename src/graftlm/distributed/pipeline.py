@@ -3,8 +3,9 @@
 Every stage is told of a step at once, and begins it when the stage before has answered: what that gave goes from worker
 to worker. Each stage serves its calls in the order in which they were made, so steps stay in order everywhere.
 
-What a lost worker knew is not kept elsewhere: the engine has every request's tokens and computes them anew (the token
-journal). Keys and values never travel.
+Keys and values never travel. What a lost worker had is computed again by the one that replaces it, and by no other: its
+stage is given what the stage before kept of what it gave (the activation journal), the first one the tokens. Where that
+cannot be done, all stages compute all tokens again (the token journal, which the engine keeps in any case).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from graftlm.distributed.stage import StepRefused
 from graftlm.distributed.worker import Call, Worker, WorkerLost, WorkerPool
 from graftlm.engine.executor import AdapterUnavailable, CacheLost, WorkerInfo, WorkerWork
 from graftlm.engine.residency import Residency
-from graftlm.engine.scheduler import ScheduledSequence
+from graftlm.engine.scheduler import Replay, ScheduledSequence
+from graftlm.engine.stage_range import StageRange
 from graftlm.errors import AdapterError, EngineClosed
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,8 @@ class _Member:
         before = self.work
         self.work = WorkerWork(
             num_steps=before.num_steps + 1,
+            num_tokens=before.num_tokens + report.num_tokens,
+            num_replayed_tokens=before.num_replayed_tokens + report.num_replayed_tokens,
             compute_seconds=before.compute_seconds + report.compute_seconds,
             idle_seconds=before.idle_seconds + idle_seconds,
             hop_bytes=before.hop_bytes + report.hop_bytes,
@@ -115,6 +119,8 @@ class PipelineExecutor:
         self.depth = depth
         self._patience_seconds = patience_seconds
         self._members: dict[int, _Member] = {}
+        # Stages that have been loaded since the engine was last told of it.
+        self._empty: set[int] = set()
         self._key = StepKey(epoch=0, number=0)
         self._is_ready = False
         self._losses = 0
@@ -136,17 +142,18 @@ class PipelineExecutor:
         running = [info for index, member in members for info in self._describe(index, member, needed)]
         return (*running, *self._pool.spares)
 
-    def submit(self, sequences: Sequence[ScheduledSequence]) -> PipelineStep:
+    def submit(self, sequences: Sequence[ScheduledSequence], replays: Sequence[Replay] = ()) -> PipelineStep:
         if not self._is_ready:
             raise CacheLost("workers are missing")
         try:
             self._forget_adapters()
-            for digest in dict.fromkeys(sequence.adapter_digest for sequence in sequences):
+            computed = (*sequences, *(replay.sequence for replay in replays))
+            for digest in dict.fromkeys(sequence.adapter_digest for sequence in computed):
                 if digest is not None:
                     self._ensure_adapter(self._residency.weights(digest).adapter)
         except WorkerLost as lost:
             raise CacheLost(str(lost)) from lost
-        return PipelineStep(self, self._send(tuple(sequences)))
+        return PipelineStep(self, self._send(tuple(sequences), replays))
 
     def finish(self, sent: SentStep) -> Tensor:
         """The logits of a step, earlier ones having been asked for. As `StepInFlight.logits`."""
@@ -164,7 +171,7 @@ class PipelineExecutor:
         self._note(reply, time.monotonic() - sent.begun)
         return reply.output.unpack()
 
-    def recover(self) -> None:
+    def recover(self) -> StageRange | None:
         while True:
             self._losses += 1
             if self._losses > MAX_LOSSES_IN_A_ROW:
@@ -181,7 +188,7 @@ class PipelineExecutor:
             else:
                 self._pool.keep_spares({member.description.node for member in self._members.values()})
                 self._is_ready = True
-                return
+                return self._take_empty()
 
     def close(self) -> None:
         self._is_ready = False
@@ -210,6 +217,15 @@ class PipelineExecutor:
             for rank, place in enumerate(places)
         ]
 
+    def _take_empty(self) -> StageRange | None:
+        empty, self._empty = sorted(self._empty), set()
+        if not empty:
+            return None
+        count = len(self._plans)
+        if not self._plans[0].config.activation_journal:
+            return StageRange(first=0, last=count - 1, count=count)
+        return StageRange(first=empty[0], last=empty[-1], count=count)
+
     def _fill_gaps(self) -> None:
         """Have a worker for every stage; those that are missing load at the same time."""
         loading: list[tuple[int, Worker, Call[StageDescription]]] = []
@@ -227,6 +243,7 @@ class PipelineExecutor:
             member = _Member(worker=worker, plan=self._plans[index], description=description)
             with self._lock:
                 self._members[index] = member
+            self._empty.add(index)
             start, stop = member.plan.span.start, member.plan.span.stop
             logger.info("layers %d to %d are on %s, process %d", start, stop - 1, description.node, description.pid)
 
@@ -236,11 +253,17 @@ class PipelineExecutor:
         for index, call in begun:
             self._answer(index, call)
 
-    def _send(self, sequences: tuple[ScheduledSequence, ...]) -> SentStep:
+    def _send(self, sequences: tuple[ScheduledSequence, ...], replays: Sequence[Replay]) -> SentStep:
         self._key = StepKey(epoch=self._key.epoch, number=self._key.number + 1)
         calls: list[Call[StageReply]] = []
         for index in range(len(self._plans)):
-            step = StageStep(key=self._key, sequences=sequences, is_first=index == 0)
+            step = StageStep(
+                key=self._key,
+                sequences=sequences,
+                is_first=index == 0,
+                replays=_replayed_by(index, replays),
+                recalled=_replayed_by(index + 1, replays),
+            )
             calls.append(self._members[index].worker.step(step, calls[-1].promise if calls else None))
         return SentStep(key=self._key, calls=tuple(calls), begun=time.monotonic())
 
@@ -310,3 +333,7 @@ class PipelineExecutor:
                 member.worker.forget_adapters(gone)
                 for digest in gone:
                     del member.adapters[digest]
+
+
+def _replayed_by(stage: int, replays: Sequence[Replay]) -> tuple[ScheduledSequence, ...]:
+    return tuple(replay.sequence for replay in replays if replay.stages.first <= stage <= replay.stages.last)

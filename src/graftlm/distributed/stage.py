@@ -9,11 +9,13 @@ import time
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from graftlm.adapters import AdapterWeights, read_weights
 from graftlm.adapters.name import naming
 from graftlm.adapters.weighted import combine_weights
 from graftlm.checkpoint import open_checkpoint
+from graftlm.distributed.activation_journal import ActivationJournal
 from graftlm.distributed.messages import (
     AdapterPart,
     AdapterRecipe,
@@ -27,6 +29,7 @@ from graftlm.distributed.messages import (
 )
 from graftlm.distributed.patch_shard import PatchShard
 from graftlm.engine.load_options import choose_dtype, load_policy
+from graftlm.engine.scheduler import ScheduledSequence
 from graftlm.engine.span_runner import SpanRunner
 from graftlm.errors import AdapterError, GraftError
 from graftlm.kernels.registry import choose_kernels
@@ -34,6 +37,7 @@ from graftlm.layers.collective import Collective
 from graftlm.layers.patch import ModelPatch, PrefixPatch
 from graftlm.models.base_weights import BaseWeights, CheckpointWeights, DecoderWeights
 from graftlm.models.build import build_span
+from graftlm.models.cache_layout import cache_windows, farthest_group
 from graftlm.models.layer_span import LayerSpan
 from graftlm.models.layout import lay_out
 from graftlm.models.read import read_spec
@@ -44,8 +48,8 @@ logger = logging.getLogger(__name__)
 
 
 class StepRefused(GraftError, RuntimeError):
-    """A step is not the one that this stage can compute next: it belongs to an epoch that is over, others are missing
-    before it, or what it goes on from is another step's."""
+    """A step is not one that this stage can compute now: it belongs to an epoch that is over, others are missing before
+    it, what it goes on from is another step's, or what it recalls was not kept here."""
 
 
 class Stage:
@@ -83,9 +87,13 @@ class Stage:
         else:
             self._base = WholeWeights(self._checkpoint, dtype=dtype, device=device, policy=policy)
             self._shard = self._patch_shard(plan.span, collective)
-        self._num_blocks = plan.num_blocks
         self._adapters: dict[str, AdapterWeights] = {}
-        self._runner = self._new_runner()
+        self._runner = SpanRunner(
+            self._span, num_blocks=plan.num_blocks, block_size=config.block_size, kernels=self._kernels
+        )
+        _, spec = read_spec(self._checkpoint)
+        self._width = spec.hidden_size
+        self._journal = self._new_journal(plan, cache_windows(spec))
         self._last = StepKey(epoch=0, number=0)
         self._reply: StageReply | None = None
         self._ended = time.perf_counter()
@@ -94,9 +102,9 @@ class Stage:
         return StageDescription(node=platform.node(), pid=os.getpid())
 
     def begin(self, epoch: int) -> None:
-        """Start an epoch with an empty cache; steps of earlier ones are refused from now on."""
+        """Start an epoch; steps of earlier ones are refused from now on. What is in the cache stays: those that are
+        computed again are written to the same slots."""
         self._last, self._reply = StepKey(epoch=epoch, number=0), None
-        self._runner = self._new_runner()
 
     def ensure_adapter(self, recipe: AdapterRecipe) -> bool:
         """Have an adapter's weights, as far as they concern these layers.
@@ -139,12 +147,12 @@ class Stage:
             raise StepRefused("this is not what the stage before gave", got=None if before is None else before.key)
         began = time.perf_counter()
         hidden = None if before is None else before.output
-        output = self._runner.run(step.sequences, self._adapters, None if hidden is None else hidden.unpack())
-        if self._collective is not None and self._collective.rank > 0:
-            output = output[:0]
-        packed = PackedTensor.of(output)
+        packed = PackedTensor.of(self._compute(step, None if hidden is None else hidden.unpack()))
         ended = time.perf_counter()
+        num_replayed = _num_tokens(step.replays)
         report = StageReport(
+            num_tokens=_num_tokens(step.sequences) + num_replayed,
+            num_replayed_tokens=num_replayed,
             compute_seconds=ended - began,
             waited_seconds=began - self._ended,
             hop_bytes=packed.content.nbytes + (0 if hidden is None else hidden.content.nbytes),
@@ -155,13 +163,46 @@ class Stage:
         self._reply = StageReply(key=step.key, output=packed, reports=(*reports, report))
         return self._reply
 
-    def _new_runner(self) -> SpanRunner:
-        return SpanRunner(
-            self._span,
-            num_blocks=self._num_blocks,
+    def _new_journal(self, plan: StagePlan, windows: Sequence[int | None]) -> ActivationJournal | None:
+        """Where what is given to the next stage is kept: of the ranks, the first one's is what travels."""
+        if plan.span.is_last or not self._is_first_rank or not self._config.activation_journal:
+            return None
+        table = farthest_group(windows)
+        return ActivationJournal(
+            table=table,
+            num_blocks=plan.num_blocks[table],
             block_size=self._config.block_size,
-            kernels=self._kernels,
+            width=self._width,
+            dtype=self._span.dtype,
         )
+
+    @property
+    def _is_first_rank(self) -> bool:
+        return self._collective is None or self._collective.rank == 0
+
+    def _compute(self, step: StageStep, hidden: Tensor | None) -> Tensor:
+        """What this stage gives, as in `StageReply`. hidden: what it was given."""
+        sequences = (*step.sequences, *step.replays)
+        num_tokens = _num_tokens(sequences)
+        if hidden is not None and len(hidden) != num_tokens:
+            raise StepRefused(
+                "what the stage before gave is not of these tokens", got=len(hidden), allowed=str(num_tokens)
+            )
+        output = torch.empty(0, self._width, dtype=self._span.dtype)
+        if sequences:
+            output = self._runner.run(sequences, self._adapters, hidden)
+        if not self._is_first_rank:
+            return output[:0]
+        if self._journal is None:
+            if step.recalled:
+                raise StepRefused("what this stage gave was not kept")
+            return output
+        self._journal.write(sequences, output)
+        if not step.replays and not step.recalled:
+            return output
+        if not self._journal.holds(step.recalled):
+            raise StepRefused("what this stage gave for some tokens is not kept any more")
+        return torch.cat([output[: _num_tokens(step.sequences)], self._journal.read(step.recalled)])
 
     def _read(self, part: AdapterPart) -> AdapterWeights:
         try:
@@ -206,3 +247,7 @@ class Stage:
     def _own_prefix(self, prefix: PrefixPatch) -> PrefixPatch:
         own = slice(self._span.kv_start, self._span.kv_start + len(self._span.kv_shapes))
         return PrefixPatch(keys=prefix.keys[own], values=prefix.values[own])
+
+
+def _num_tokens(sequences: Sequence[ScheduledSequence]) -> int:
+    return sum(len(sequence.token_ids) for sequence in sequences)

@@ -12,6 +12,7 @@ import torch
 from graftlm.adapters import LoadedAdapter
 from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
+from graftlm.distributed.activation_journal import journal_bytes_per_token
 from graftlm.distributed.gang import GangPool
 from graftlm.distributed.messages import StagePlan
 from graftlm.distributed.partition import balanced_spans, end_weights, explicit_spans, layer_weights
@@ -91,13 +92,15 @@ def serve_on_workers(
             raise ConfigurationError("workers compute on the CPU", got=config.device, allowed="auto, cpu")
         family, spec = read_spec(checkpoint)
         layout = lay_out(spec, family.names)
+        dtype = choose_dtype(config.dtype, checkpoint)
         plan = plan_cache(
             config,
             cache_shapes(_largest_share(config, spec, layout)),
             cache_windows(spec),
             context_len=spec.max_position_embeddings,
-            dtype=choose_dtype(config.dtype, checkpoint),
+            dtype=dtype,
             device=_CPU,
+            journal_bytes=_journal_bytes(config, spec, dtype),
         )
         spans = _spans(config, layout)
         for span in spans:
@@ -132,6 +135,13 @@ def _largest_share(config: EngineConfig, spec: ModelSpec, layout: ModelLayout) -
     if config.tensor_parallel == 1:
         return spec
     return replace(spec, layers=share_model(spec, layout, rank=0, size=config.tensor_parallel).layers)
+
+
+def _journal_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """What a token takes in the journals of all stages together: the last one has none."""
+    if not config.activation_journal:
+        return 0
+    return (config.num_stages - 1) * journal_bytes_per_token(spec.hidden_size, dtype)
 
 
 def _spans(config: EngineConfig, layout: ModelLayout) -> tuple[LayerSpan, ...]:

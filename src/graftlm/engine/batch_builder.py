@@ -65,21 +65,24 @@ def build_key_values(
     return PagedKeyValues(cache=cache, groups=tuple(groups))
 
 
+def slots_of(sequences: Sequence[ScheduledSequence], index: int, block_size: int) -> list[int]:
+    """The slot of each token in the cache, by the sequences' tables of that index."""
+    return [
+        sequence.block_tables[index][position // block_size] * block_size + position % block_size
+        for sequence in sequences
+        for position in range(sequence.start, sequence.stop)
+    ]
+
+
 def _group(
     sequences: Sequence[ScheduledSequence], index: int, window: int | None, block_size: int, device: torch.device
 ) -> CacheGroupBatch:
-    tables = [sequence.block_tables[index] for sequence in sequences]
-    slots = [
-        table[position // block_size] * block_size + position % block_size
-        for sequence, table in zip(sequences, tables, strict=True)
-        for position in range(sequence.start, sequence.stop)
-    ]
     return CacheGroupBatch(
-        slots=torch.tensor(slots, dtype=torch.int64, device=device),
+        slots=torch.tensor(slots_of(sequences, index, block_size), dtype=torch.int64, device=device),
         attention=ops.plan_attention(
             [len(sequence.token_ids) for sequence in sequences],
             [sequence.stop for sequence in sequences],
-            tables,
+            [sequence.block_tables[index] for sequence in sequences],
             block_size=block_size,
             window=window,
             device=device,

@@ -122,6 +122,19 @@ class CacheBlocks:
             for number in range(max(start, table.num_dropped), stop):
                 group.pool.record(table.blocks[number], self._hash_in(index, hashes[number]))
 
+    def num_known(self, tables: Sequence[BlockTable], hashes: Sequence[BlockHash], *, start: int) -> int:
+        """How many blocks of a sequence that holds all of them, from block `start` on, are noted with their content."""
+        count = 0
+        for number in range(start, len(hashes)):
+            for index, table in enumerate(tables):
+                if number >= len(table.blocks):
+                    return count
+                known = self._group_of(index).pool.find(self._hash_in(index, hashes[number]))
+                if known != table.blocks[number]:
+                    return count
+            count += 1
+        return count
+
     def forget(self) -> None:
         """Nothing that blocks contain is known any more."""
         for group in self._groups:

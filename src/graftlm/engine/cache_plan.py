@@ -13,6 +13,7 @@ from graftlm.engine.cache_blocks import blocks_for_window
 from graftlm.engine.memory import available_bytes
 from graftlm.errors import ConfigurationError
 from graftlm.layers.kv_cache import KVShape, kv_bytes_per_token
+from graftlm.models.cache_layout import farthest_group
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ def plan_cache(
     context_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    journal_bytes: int = 0,
 ) -> CachePlan:
     """Share the cache's byte budget out among the groups.
 
@@ -61,6 +63,7 @@ def plan_cache(
 
     Args:
         shapes: of the cache's layers. windows: of its groups. context_len: the model's.
+        journal_bytes: of what else is kept of each token, for as long as it is in the group that sees farthest.
 
     Raises:
         ConfigurationError: the budget holds no block, or not one sequence of the length asked for.
@@ -70,10 +73,13 @@ def plan_cache(
         raise ConfigurationError(
             "max_model_len is larger than the model's context", got=wanted_len, allowed=f"at most {context_len}"
         )
+    token_bytes = [
+        kv_bytes_per_token([shape for shape in shapes if shape.group == index], dtype) for index in range(len(windows))
+    ]
+    token_bytes[farthest_group(windows)] += journal_bytes
     groups = [
         _Group(
-            block_bytes=config.block_size
-            * kv_bytes_per_token([shape for shape in shapes if shape.group == index], dtype),
+            block_bytes=config.block_size * token_bytes[index],
             sequence_blocks=_sequence_blocks(config, wanted_len, window),
         )
         for index, window in enumerate(windows)

@@ -144,7 +144,7 @@ class EngineCore:
             plan = self._scheduler.schedule()
             for load in plan.loads:
                 self._start_load(load)
-            if not plan.sequences:
+            if plan.is_empty:
                 self._is_idle = not self._in_flight
                 break
             failed = self._submit(plan)
@@ -174,9 +174,9 @@ class EngineCore:
         ending = filter(self._gets_token, plan.sequences)
         masks = self._masks.begin([self._scheduler.get(sequence.request_id) for sequence in ending])
         try:
-            step = self._executor.submit(plan.sequences)
+            step = self._executor.submit(plan.sequences, plan.replays)
         except CacheLost:
-            self._start_over()
+            self._recover()
             return None
         return _Submitted(plan=plan, masks=masks, step=step, begun=begun)
 
@@ -198,7 +198,7 @@ class EngineCore:
 
     def _job_ids(self, plan: SchedulerOutput) -> list[str]:
         """Of the jobs in a step that have not ended."""
-        jobs = [self._job_of_request.get(sequence.request_id) for sequence in plan.sequences]
+        jobs = [self._job_of_request.get(request_id) for request_id in plan.request_ids]
         return list(dict.fromkeys(job.job_id for job in jobs if job is not None))
 
     def _fail_step(self, plan: SchedulerOutput, cause: Exception) -> list[RequestFailure]:
@@ -215,9 +215,9 @@ class EngineCore:
         try:
             logits = submitted.step.logits()
         except CacheLost:
-            self._start_over()
+            self._recover()
             return []
-        num_others = len(plan.sequences) - len(masks) + len(self._in_flight)
+        num_others = len(plan.request_ids) - len(masks) + len(self._in_flight)
         passed_over = late(masks, num_others=num_others) if masks else frozenset[str]()
         tokens = self._sample(plan, logits, passed_over)
         token_ids = {name: None if token is None else token.token_id for name, token in tokens.items()}
@@ -318,15 +318,16 @@ class EngineCore:
             try:
                 return self._whole_sequence(token_ids, adapter)
             except CacheLost:
-                self._start_over()
+                self._recover()
             except AdapterUnavailable as unavailable:
                 raise unavailable.error from unavailable
 
-    def _start_over(self) -> None:
-        """Go on after the cache was lost: what requests have generated so far is known here, and all that is needed."""
+    def _recover(self) -> None:
+        """Go on after a loss: what requests have generated so far is known here, and the rest can be computed again."""
         self._in_flight.clear()
-        self._scheduler.start_over()
-        self._executor.recover()
+        self._scheduler.drop_steps()
+        if (lost := self._executor.recover()) is not None:
+            self._scheduler.lose(lost)
 
     def _give_up(self, unavailable: AdapterUnavailable) -> list[RequestFailure]:
         """End the jobs whose adapter cannot be had."""
@@ -380,6 +381,8 @@ class EngineCore:
             if self._gets_token(sequence) and sequence.request_id not in passed_over:
                 rows.append(stop - 1)
                 requests.append(request)
+        if not requests:
+            return {}
         wanted = logits if len(rows) == len(logits) else logits[rows]
         tokens = sample(wanted, requests)
         return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}

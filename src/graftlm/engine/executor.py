@@ -12,8 +12,9 @@ from graftlm.adapters import LoadedAdapter
 from graftlm.engine.batch_builder import layers_of
 from graftlm.engine.logits import in_order
 from graftlm.engine.residency import Residency
-from graftlm.engine.scheduler import ScheduledSequence
+from graftlm.engine.scheduler import Replay, ScheduledSequence
 from graftlm.engine.span_runner import SpanRunner
+from graftlm.engine.stage_range import StageRange
 from graftlm.errors import AdapterError
 
 WorkerState = Literal["running", "spare", "lost"]
@@ -23,11 +24,15 @@ WorkerState = Literal["running", "spare", "lost"]
 class WorkerWork:
     """What a stage has done since it is on its workers.
 
-    num_steps: answered. compute_seconds: of the steps. idle_seconds: that it waited for steps which were on their way.
+    num_steps: answered. num_tokens: of a stage, computed in them. num_replayed_tokens: of these, that were computed
+    again because the worker before it was lost. compute_seconds: of the steps. idle_seconds: that it waited for steps
+    which were on their way.
     hop_bytes: sent and received with them. adapter_bytes: held now.
     """
 
     num_steps: int = 0
+    num_tokens: int = 0
+    num_replayed_tokens: int = 0
     compute_seconds: float = 0.0
     idle_seconds: float = 0.0
     hop_bytes: int = 0
@@ -64,8 +69,8 @@ class WorkerInfo:
 
 
 class CacheLost(Exception):
-    """Keys and values of earlier steps are gone, and neither this step nor one after it was computed. After `recover`
-    every running request can be computed anew."""
+    """Neither this step nor one after it was computed, and keys and values of earlier ones may be gone: `recover` says
+    where."""
 
 
 class AdapterUnavailable(Exception):
@@ -108,17 +113,23 @@ class Executor(Protocol):
         """Workers that died or did not answer, so far. May be read from any thread."""
         ...
 
-    def submit(self, sequences: Sequence[ScheduledSequence]) -> StepInFlight:
+    def submit(self, sequences: Sequence[ScheduledSequence], replays: Sequence[Replay] = ()) -> StepInFlight:
         """Begin to compute the sequences' tokens, whose adapters are pinned until this returns. Steps are computed in
         the order in which they are submitted, each as if the others before it had been computed already.
+
+        Args:
+            replays: of stages that `recover` has named, computed in the same step.
 
         Raises:
             CacheLost, AdapterUnavailable
         """
         ...
 
-    def recover(self) -> None:
+    def recover(self) -> StageRange | None:
         """Be ready again after `CacheLost`.
+
+        Returns: the stages that have lost what they had in the cache, which `submit` can replay; all of them if nobody
+            can do that for some alone. None: every stage has what it had.
 
         Raises:
             EngineClosed: that is not possible now.
@@ -155,11 +166,13 @@ class LocalExecutor:
         self._runner = runner
         self._residency = residency
 
-    def submit(self, sequences: Sequence[ScheduledSequence]) -> ComputedStep:
+    def submit(self, sequences: Sequence[ScheduledSequence], replays: Sequence[Replay] = ()) -> ComputedStep:
+        if replays:
+            raise ValueError("there are no stages here that could have lost anything")
         return ComputedStep(self._compute(sequences))
 
     def recover(self) -> None:
-        pass
+        return None
 
     def close(self) -> None:
         pass

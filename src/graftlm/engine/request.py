@@ -10,6 +10,7 @@ from graftlm.engine.cache_blocks import BlockTable
 from graftlm.engine.grammar import Grammar
 from graftlm.engine.outputs import FinishReason
 from graftlm.engine.sampling_params import SamplingParams
+from graftlm.engine.stage_range import StageRange
 
 # Answers to go on with, by index, and the tokens that each has so far.
 Resumption = Mapping[int, Sequence[int]]
@@ -35,6 +36,8 @@ class Request:
     max_tokens: most tokens to generate, resolved against the context.
     num_computed_tokens: how many of its tokens have keys and values in the blocks of
         `block_tables`, `cache_factor` times one for each cache group.
+    lost_by: stages that have lost those from `num_replayed_tokens` on, and compute them again before it goes on; None:
+        none has.
     block_hashes: of its full blocks, as far as they were needed.
     num_cached_tokens: how many of its tokens were in the cache when it first ran.
     finish_reason: None while it runs. stop_reason: the stop string or id that ended it.
@@ -59,6 +62,8 @@ class Request:
     num_virtual_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    lost_by: StageRange | None = None
+    num_replayed_tokens: int = 0
     block_tables: list[BlockTable] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
     num_cached_tokens: int | None = None
@@ -78,6 +83,11 @@ class Request:
     def num_pending_tokens(self) -> int:
         """Tokens known but not yet computed: the whole prompt at first, one while decoding."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """How many of its tokens have keys and values in every stage."""
+        return self.num_computed_tokens if self.lost_by is None else self.num_replayed_tokens
 
     @property
     def num_remaining_tokens(self) -> int:

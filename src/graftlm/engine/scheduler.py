@@ -17,6 +17,7 @@ from graftlm.engine.outputs import FinishReason
 from graftlm.engine.policy import SchedulingPolicy
 from graftlm.engine.request import Request
 from graftlm.engine.residency import Residency
+from graftlm.engine.stage_range import StageRange
 from graftlm.models.length_regimes import LengthRegimes, Regime
 
 # A prompt whose every row needs logits goes in small chunks: 64 rows of a 256k vocabulary are 67 MB in float32.
@@ -52,6 +53,15 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Computed tokens of one request that some stages compute again, because they have lost them. sequence: wants no
+    logits, and none of its blocks was given back."""
+
+    sequence: ScheduledSequence
+    stages: StageRange
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdapterLoad:
     """An adapter to load now, for which there is room. request_id: of the first request that waits for it."""
 
@@ -63,11 +73,23 @@ class AdapterLoad:
 class SchedulerOutput:
     """One step. Base rows come first, then each adapter's sequences together, so an adapter is one segment.
 
+    replays: what some stages compute besides, in the same order; of other requests.
     loads: what has to be loaded before some of the waiting requests can run.
     """
 
     sequences: tuple[ScheduledSequence, ...]
+    replays: tuple[Replay, ...] = ()
     loads: tuple[AdapterLoad, ...] = ()
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Whose tokens are computed, for the first time or again."""
+        replayed = (replay.sequence for replay in self.replays)
+        return tuple(sequence.request_id for sequence in (*self.sequences, *replayed))
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.sequences or self.replays)
 
 
 class Scheduler:
@@ -86,6 +108,10 @@ class Scheduler:
     A request is in flight from the step it is scheduled in until that step's `update`, and is not scheduled meanwhile.
     It may be preempted or finished: steps are computed in the order in which they were scheduled, so whoever gets its
     blocks writes to them after it did.
+
+    Where layers are divided into stages and some have lost what they had cached, these compute it again, and no others
+    do: a request is replayed, in chunks like a prompt's, and goes on from where it was. Decodes of requests that have
+    been replayed already go first, prompts and new requests last. Blocks that several requests share are replayed once.
 
     Args:
         residency: which adapters are in memory. policy: whose turn it is.
@@ -173,33 +199,60 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         scheduled: dict[str, int] = {}
         ready = [request for request in self._running if request.request_id not in self._in_flight]
+        self._pass_over_replayed(ready)
+        held_up = self._held_up()
         limit = self._share(len(self._running))
-        for request in sorted(ready, key=lambda request: request.num_pending_tokens > 1):
+        for request in sorted(ready, key=_turn):
             if len(scheduled) == limit:
                 break
-            if request not in self._running:
-                continue  # preempted a moment ago to make room for another
-            if self._reserve(request, spare=scheduled) and (count := self._chunk(request, budget)):
+            if request not in self._running or request.request_id in held_up:
+                continue  # preempted a moment ago to make room for another, or another replays what it needs
+            if request.lost_by is not None:
+                left = request.num_computed_tokens - request.num_replayed_tokens
+                if count := min(left, budget, self._blocks.chunk_tokens):
+                    scheduled[request.request_id] = count
+                    budget -= count
+            elif self._reserve(request, spare=scheduled) and (count := self._chunk(request, budget)):
                 self._plan(request, count, scheduled)
                 budget -= count
         loads, closed = self._make_room()
         self._admit(budget, scheduled, closed)
         self._in_flight.update(scheduled)
-        sequences = [self._sequence(request, scheduled[request.request_id]) for request in self._in_step(scheduled)]
         # Stable: within an adapter the order of arrival stays.
-        sequences.sort(key=lambda sequence: sequence.adapter_digest or "")
-        return SchedulerOutput(sequences=tuple(sequences), loads=tuple(loads))
+        in_step = sorted(self._in_step(scheduled), key=lambda request: request.adapter_digest or "")
+        return SchedulerOutput(
+            sequences=tuple(
+                self._sequence(request, scheduled[request.request_id]) for request in in_step if request.lost_by is None
+            ),
+            replays=tuple(
+                self._replay(request, request.lost_by, scheduled[request.request_id])
+                for request in in_step
+                if request.lost_by is not None
+            ),
+            loads=tuple(loads),
+        )
 
     def withdraw(self, output: SchedulerOutput) -> None:
         """Take a step back that was not computed: its requests are scheduled again."""
-        self._in_flight.difference_update(sequence.request_id for sequence in output.sequences)
+        self._in_flight.difference_update(output.request_ids)
 
-    def start_over(self) -> None:
-        """Forget what the cache holds, for everybody, and the steps in flight: running requests are computed anew from
-        their first token."""
+    def drop_steps(self) -> None:
+        """Forget the steps in flight: their tokens are to be computed in others, to the same slots."""
         self._in_flight.clear()
+
+    def lose(self, stages: StageRange) -> None:
+        """Note that stages have lost what they had in the cache, and that no step is in flight.
+
+        Running requests are replayed there, and what they hold is known again as far as that has got; the rest of the
+        prefix cache is forgotten. If all stages have lost it, or some of a request's blocks were given back, its
+        tokens are all there is to go by: it is computed anew, by all stages.
+        """
         for request in reversed(self._running.copy()):
-            self._preempt(request)
+            lost_by = stages.union(request.lost_by)
+            if lost_by.is_everything or any(table.num_dropped for table in request.block_tables):
+                self._preempt(request)
+            elif request.num_computed_tokens > 0:
+                request.lost_by, request.num_replayed_tokens = lost_by, 0
         self._blocks.forget()
 
     def update(
@@ -216,6 +269,7 @@ class Scheduler:
         Returns: requests that got a token or finished.
         """
         moved = []
+        self._end_replays(output.replays)
         for sequence in output.sequences:
             request = self._requests.get(sequence.request_id)
             if request is None:
@@ -242,6 +296,47 @@ class Scheduler:
         """Go on with a token that is certain without a step; it is computed in the next one, with what follows."""
         self._append(request, token_id)
         self._finish_if_done(request)
+
+    def _end_replays(self, replays: Sequence[Replay]) -> None:
+        for replay in replays:
+            request = self._requests.get(replay.sequence.request_id)
+            if request is None:
+                continue
+            self._in_flight.discard(request.request_id)
+            if request.request_id not in self._waiting:
+                self._record(request, request.num_replayed_tokens, replay.sequence.stop)
+                self._replayed(request, replay.sequence.stop)
+
+    def _pass_over_replayed(self, requests: Sequence[Request]) -> None:
+        """What another request that shares the blocks has replayed need not be replayed again."""
+        if not self._prefix_cache:
+            return
+        for request in requests:
+            if request.lost_by is not None:
+                start = request.num_replayed_tokens // self._blocks.block_size
+                count = self._blocks.num_known(request.block_tables, request.block_hashes, start=start)
+                if count:
+                    known = (start + count) * self._blocks.block_size
+                    self._replayed(request, min(known, request.num_computed_tokens))
+
+    def _replayed(self, request: Request, num_tokens: int) -> None:
+        request.num_replayed_tokens = num_tokens
+        if num_tokens == request.num_computed_tokens:
+            request.lost_by, request.num_replayed_tokens = None, 0
+
+    def _held_up(self) -> set[str]:
+        """Requests whose next block to be replayed is held, and replayed, by one that was admitted before them."""
+        held_up: set[str] = set()
+        coming: set[BlockId] = set()
+        for request in self._running:
+            if request.lost_by is not None:
+                size = self._blocks.block_size
+                start, stop = request.num_replayed_tokens // size, -(-request.num_computed_tokens // size)
+                blocks = request.block_tables[0].blocks[start:stop]
+                if blocks[0] in coming:
+                    held_up.add(request.request_id)
+                coming.update(blocks)
+        return held_up
 
     def _append(self, request: Request, token_id: int) -> None:
         regime = self._regime(request)
@@ -369,16 +464,20 @@ class Scheduler:
         return {block_hash for request in self._running for block_hash in self._uncomputed(request)}
 
     def _uncomputed(self, request: Request) -> Sequence[BlockHash]:
-        return request.block_hashes[request.num_computed_tokens // self._blocks.block_size :]
+        return request.block_hashes[request.num_kept_tokens // self._blocks.block_size :]
 
     def _advance(self, request: Request, num_computed: int) -> None:
         """A step has computed a request's tokens up to here."""
-        if self._prefix_cache:
-            extend_hashes(request, self._blocks.block_size, self._regime(request))
-            full = (request.num_computed_tokens // self._blocks.block_size, num_computed // self._blocks.block_size)
-            self._blocks.record(request.block_tables, request.block_hashes, start=full[0], stop=full[1])
+        self._record(request, request.num_computed_tokens, num_computed)
         request.num_computed_tokens = num_computed
         self._blocks.drop_behind(request.block_tables, num_computed=num_computed)
+
+    def _record(self, request: Request, start: int, stop: int) -> None:
+        """Note what is in the blocks that tokens [start, stop) of a request have filled."""
+        if self._prefix_cache:
+            size = self._blocks.block_size
+            extend_hashes(request, size, self._regime(request))
+            self._blocks.record(request.block_tables, request.block_hashes, start=start // size, stop=stop // size)
 
     def _chunk(self, request: Request, budget: int) -> int:
         limit = self._blocks.chunk_tokens
@@ -412,6 +511,7 @@ class Scheduler:
     def _start_over(self, request: Request) -> None:
         self._blocks.release(request.block_tables)
         request.num_computed_tokens = 0
+        request.lost_by, request.num_replayed_tokens = None, 0
 
     def _fits(self, request: Request) -> bool:
         return self._blocks.fits(
@@ -427,8 +527,14 @@ class Scheduler:
         return [request for request in self._running if request.request_id in scheduled]
 
     def _sequence(self, request: Request, count: int) -> ScheduledSequence:
-        start = request.num_computed_tokens
-        completes = start + count == request.num_tokens
+        completes = request.num_computed_tokens + count == request.num_tokens
+        num_logits = count if request.wants_prompt_logits else int(completes)
+        return self._tokens(request, request.num_computed_tokens, count, num_logits)
+
+    def _replay(self, request: Request, stages: StageRange, count: int) -> Replay:
+        return Replay(sequence=self._tokens(request, request.num_replayed_tokens, count, 0), stages=stages)
+
+    def _tokens(self, request: Request, start: int, count: int, num_logits: int) -> ScheduledSequence:
         return ScheduledSequence(
             request_id=request.request_id,
             adapter_digest=request.adapter_digest,
@@ -438,5 +544,10 @@ class Scheduler:
             prompt_len=len(request.prompt_token_ids),
             sequence_len=request.num_tokens,
             block_tables=tuple(tuple(table.blocks) for table in request.block_tables),
-            num_logits=count if request.wants_prompt_logits else int(completes),
+            num_logits=num_logits,
         )
+
+
+def _turn(request: Request) -> int:
+    """Whose turn it is within a step: decodes, then replays, then prompts."""
+    return 1 if request.lost_by is not None else 2 * (request.num_pending_tokens > 1)

@@ -39,8 +39,8 @@ class KVCache:
         self.block_size = block_size
         self._layers = tuple(layers)
         shapes = [(num_blocks[layer.group], block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
-        self.key: list[Tensor] = [_zeros(shape, dtype, device) for shape in shapes]
-        self.value: list[Tensor] = [_zeros(shape, dtype, device) for shape in shapes]
+        self.key: list[Tensor] = [lazy_zeros(shape, dtype, device) for shape in shapes]
+        self.value: list[Tensor] = [lazy_zeros(shape, dtype, device) for shape in shapes]
 
     def clear(self, group: int, blocks: Sequence[int]) -> None:
         """Zero whole blocks in every layer of a group."""
@@ -51,10 +51,11 @@ class KVCache:
                 value.index_fill_(0, ids, 0)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, not garbage: a masked position is multiplied by 0, and 0 * NaN would poison the row.
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that, on the CPU, take memory only where they are written to.
 
-    On the CPU through numpy, whose zeros are pages the system has not handed out yet; torch would write to them all.
+    There through numpy, whose zeros are pages the system has not handed out yet; torch would write to them all. Zeros,
+    not garbage: a masked position is multiplied by 0, and 0 * NaN would poison the row.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

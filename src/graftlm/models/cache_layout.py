@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from graftlm.layers.kv_cache import KVShape
 from graftlm.models.spec import AttentionSpec, ModelSpec
 
@@ -9,6 +12,12 @@ from graftlm.models.spec import AttentionSpec, ModelSpec
 def cache_windows(spec: ModelSpec) -> tuple[int | None, ...]:
     """How far back each cache group sees, in the order of its first layer; None for all the way."""
     return tuple(dict.fromkeys(attention.window for attention in _cached(spec)))
+
+
+def farthest_group(windows: Sequence[int | None]) -> int:
+    """The first cache group of those that see farthest back."""
+    reach = [math.inf if window is None else window for window in windows]
+    return reach.index(max(reach))
 
 
 def cache_shapes(spec: ModelSpec) -> tuple[KVShape, ...]:

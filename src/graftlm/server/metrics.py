@@ -139,6 +139,12 @@ WORKER_STATE = ("graft_worker_up", "1 for every worker that has layers; they are
 WORKER_SERIES = (
     WorkerSeries(name="graft_worker_steps", kind="counter", text="Steps of a stage.", read=lambda work: work.num_steps),
     WorkerSeries(
+        name="graft_worker_replayed_tokens",
+        kind="counter",
+        text="Tokens that a stage computed again because the worker that had it before was lost.",
+        read=lambda work: work.num_replayed_tokens,
+    ),
+    WorkerSeries(
         name="graft_worker_compute_seconds",
         kind="counter",
         text="What a stage's steps took in its workers.",

@@ -33,6 +33,7 @@ class WorkStatus(TypedDict):
     """As `WorkerWork`."""
 
     num_steps: int
+    num_replayed_tokens: int
     compute_seconds: float
     idle_seconds: float
     hop_bytes: int
@@ -130,6 +131,7 @@ def _worker_status(worker: WorkerInfo) -> WorkerStatus:
         if work is None
         else {
             "num_steps": work.num_steps,
+            "num_replayed_tokens": work.num_replayed_tokens,
             "compute_seconds": work.compute_seconds,
             "idle_seconds": work.idle_seconds,
             "hop_bytes": work.hop_bytes,

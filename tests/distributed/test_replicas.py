@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from graftlm import LLM, AsyncLLM, SamplingParams
 from graftlm.cli import app
+from graftlm.engine.executor import WorkerInfo
 from graftlm.engine.structured_output import StructuredOutput
 from graftlm.errors import ConfigurationError, InvalidRequest
 from tests.distributed.rig import OPTIONS, answers, tokens
@@ -33,12 +34,17 @@ REPLICAS = {"replicas": 2, "worker_cpus": 1, "worker_timeout_seconds": PATIENCE_
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, seed=11, n=2, logprobs=2, prompt_logprobs=0, ignore_eos=True)
 
 
+def replicas(engine: LLM | AsyncLLM) -> list[WorkerInfo]:
+    """Without the spare."""
+    return [worker for worker in engine.workers if worker.state == "running"]
+
+
 def test_replicas_answer_as_one_process(cluster: None, base: Path, adapters: dict[str, Path], local: LLM) -> None:
     """Also when one of them is dead and nobody has noticed."""
     llm = LLM(base, adapters=adapters, **REPLICAS)
     names = list(adapters)
-    assert [worker.layers for worker in llm.workers] == [(0, 4), (0, 4)]
-    processes = [psutil.Process(worker.pid) for worker in llm.workers]
+    assert [worker.layers for worker in replicas(llm)] == [(0, 4), (0, 4)]
+    processes = [psutil.Process(worker.pid) for worker in replicas(llm)]
     assert os.getpid() not in {process.pid for process in processes}
     assert tokens(answers(llm, names)) == tokens(answers(local, names))
     ids = {"prompt_token_ids": list(prompt_of(12, 5))}
@@ -139,11 +145,16 @@ def wait_until(server: LiveServer, holds: Callable[[], bool]) -> None:
         assert time.monotonic() < deadline
 
 
+def spares(engine: AsyncLLM) -> list[int]:
+    """Processes that have everything imported and nothing loaded."""
+    return [worker.pid for worker in engine.workers if worker.state == "spare"]
+
+
 def wait_for_replicas(server: LiveServer, engine: AsyncLLM, gone: set[int]) -> None:
     """Until both are there, and none of the processes that are gone."""
 
     def are_there() -> bool:
-        pids = {worker.pid for worker in engine.workers}
+        pids = {worker.pid for worker in replicas(engine)}
         return len(pids) == 2 and not pids & gone
 
     wait_until(server, are_there)
@@ -158,13 +169,16 @@ def test_r107_an_adapter_that_is_loaded_answers_on_every_replica_and_on_new_ones
     assert load(server, "dora", adapters["dora"]).status_code == 200
     many: list[str | None] = ["dora", "plain", None, "dora"] * 5
     traffic.check(many)
-    first = {worker.pid for worker in engine.workers}
-    victim = engine.workers[0].pid
+    first = {worker.pid for worker in replicas(engine)}
+    victim = replicas(engine)[0].pid
     traffic.check(many, lambda count: os.kill(victim, signal.SIGKILL) if count == 50 else None)
     wait_for_replicas(server, engine, {victim})
-    frozen = next(worker.pid for worker in engine.workers if worker.pid in first)
+    wait_until(server, lambda: len(spares(engine)) == 1)
+    [spare] = spares(engine)
+    frozen = next(worker.pid for worker in replicas(engine) if worker.pid in first)
     traffic.check(many, lambda count: os.kill(frozen, signal.SIGSTOP) if count == 50 else None)
     wait_for_replicas(server, engine, {victim, frozen})
+    assert spare in {worker.pid for worker in replicas(engine)}
     # Both are others now, and nobody has told them of the adapters.
     traffic.check(many)
     assert engine.num_lost_workers == 2
@@ -206,7 +220,7 @@ def test_an_abort_and_a_deadline_free_what_a_replica_holds(engine: AsyncLLM, ser
     error_of(server.complete(**body, timeout=0.05), 504)
 
     def are_free() -> bool:
-        loads = [worker.load for worker in engine.workers]
+        loads = [worker.load for worker in replicas(engine)]
         return all(load is not None and load.num_running == 0 == load.kv_cache_usage for load in loads)
 
     wait_until(server, are_free)
@@ -214,14 +228,14 @@ def test_an_abort_and_a_deadline_free_what_a_replica_holds(engine: AsyncLLM, ser
 
 def test_replicas_are_seen(server: LiveServer, engine: AsyncLLM) -> None:
     families = {family.name: family for family in text_string_to_metric_families(server.http.get("/metrics").text)}
-    ids = {worker.id for worker in engine.workers}
+    ids = {worker.id for worker in replicas(engine)}
     for name in ("graft_worker_up", "graft_replica_requests_running", "graft_replica_kv_cache_usage_perc"):
         assert {sample.labels["worker"] for sample in families[name].samples} == ids
     steps = {sample.labels["worker"]: sample.value for sample in families["graft_worker_steps"].samples}
     assert steps.keys() == ids
     assert min(steps.values()) > 0
     status = server.http.get("/status").json()["engine"]["workers"]
-    assert [worker["load"]["num_waiting"] for worker in status] == [0, 0]
+    assert [worker["load"]["num_waiting"] for worker in status if worker["state"] == "running"] == [0, 0]
     shown = CliRunner().invoke(app, ["cluster", "status", "--url", server.url], env={"COLUMNS": "200", "TERM": "dumb"})
     assert len(re.findall(r"replica-\d+", shown.stdout)) == 2
     assert " running " in shown.stdout

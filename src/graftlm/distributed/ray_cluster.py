@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from graftlm.distributed.heartbeat import Pulse
 from graftlm.distributed.messages import StageDescription
@@ -98,10 +99,12 @@ class RayProcess:
 
     Args:
         actor: has a method `describe` that answers as soon as it has started. pulse: its own, if it has one.
+        node: the Ray node it was asked to be on, if any.
     """
 
-    def __init__(self, process_id: str, actor: Any, pulse: Pulse | None = None) -> None:
+    def __init__(self, process_id: str, actor: Any, *, pulse: Pulse | None = None, node: str | None = None) -> None:
         self.id = process_id
+        self.node = node
         self._actor = actor
         self._pulse = pulse
         self._where: RayCall[StageDescription] = RayCall(process_id, actor.describe.remote(), pulse)
@@ -140,9 +143,16 @@ def describe_here() -> StageDescription:
     return StageDescription(node=ray.get_runtime_context().get_node_id(), pid=os.getpid())
 
 
-def actor_options(num_cpus: int, **options: Any) -> dict[str, Any]:
-    """Options of an actor that is never restarted."""
-    return {"max_restarts": 0, "max_task_retries": 0, "num_cpus": num_cpus, **options}
+def actor_options(num_cpus: int, node: str | None) -> dict[str, Any]:
+    """Options of an actor that is never restarted.
+
+    Args:
+        node: of a spare, which reserves no cores: while it waits it uses none. Any other goes where there is room.
+    """
+    options: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
+    if node is None:
+        return options | {"num_cpus": num_cpus, "scheduling_strategy": "SPREAD"}
+    return options | {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
 
 
 def _connect(address: str | None, *, num_cpus: int) -> None:

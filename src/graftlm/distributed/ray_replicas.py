@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import ray
 import torch
@@ -11,8 +11,10 @@ import torch
 from graftlm.config import EngineConfig
 from graftlm.distributed.messages import AdapterRecipe, StageDescription
 from graftlm.distributed.ray_cluster import RayCall, RayCluster, RayProcess, actor_options, describe_here
+from graftlm.distributed.ray_spares import RaySpares
 from graftlm.distributed.replica import Replica
 from graftlm.distributed.replica_messages import ReplicaNews, ReplicaRequest
+from graftlm.engine.executor import WorkerInfo
 
 
 class ReplicaActor:
@@ -48,6 +50,10 @@ class ReplicaActor:
 class RayReplica(RayProcess):
     """A replica in an actor. What is asked of it after its death is lost; `poll` says so."""
 
+    def named(self, replica_id: str) -> RayReplica:
+        """The same process, known as a replica."""
+        return RayReplica(replica_id, self._actor)
+
     def load(self, config: EngineConfig) -> RayCall[StageDescription]:
         return self._call("load", config)
 
@@ -71,13 +77,26 @@ class RayReplicaPool:
     def __init__(self, config: EngineConfig) -> None:
         self._num_threads = config.worker_cpus or max(1, torch.get_num_threads() // config.num_replicas)
         self._cluster = RayCluster(config.ray_address, num_processes=config.num_replicas, cpus_each=self._num_threads)
+        self._spares = RaySpares(self._spawn)
+        self._num_spawned = 0
+
+    @property
+    def spares(self) -> tuple[WorkerInfo, ...]:
+        return self._spares.infos
 
     def start(self, replica_id: str) -> RayReplica:
-        """A process that has loaded nothing."""
-        options = actor_options(self._num_threads, scheduling_strategy="SPREAD")
-        actor_class = ray.remote(ReplicaActor).options(**options)
-        return RayReplica(replica_id, actor_class.remote(self._num_threads))
+        """A process that has loaded nothing: a spare, or a new one."""
+        return self._spares.take().named(replica_id)
+
+    def keep_spares(self, nodes: Iterable[str]) -> None:
+        self._spares.keep(nodes)
 
     def close(self) -> None:
-        """End the cluster if it is the pool's own. May be called twice."""
+        """End the spares, and the cluster if it is the pool's own. May be called twice."""
+        self._spares.close()
         self._cluster.close()
+
+    def _spawn(self, node: str | None) -> RayReplica:
+        self._num_spawned += 1
+        actor_class = ray.remote(ReplicaActor).options(**actor_options(self._num_threads, node))
+        return RayReplica(f"spare-{self._num_spawned}", actor_class.remote(self._num_threads), node=node)

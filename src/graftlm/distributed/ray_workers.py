@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import socket
-import threading
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
 import torch
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from graftlm.config import EngineConfig
@@ -18,6 +15,7 @@ from graftlm.distributed.gloo_collective import GlooCollective
 from graftlm.distributed.heartbeat import Pulse, start_heart
 from graftlm.distributed.messages import AdapterRecipe, StageDescription, StagePlan, StageReply, StageStep
 from graftlm.distributed.ray_cluster import RayCall, RayCluster, RayProcess, actor_options, describe_here
+from graftlm.distributed.ray_spares import RaySpares
 from graftlm.distributed.stage import Stage
 from graftlm.engine.executor import WorkerInfo
 
@@ -57,11 +55,7 @@ class StageProcess:
 
 
 class RayWorker(RayProcess):
-    """`Worker` in an actor. node: the Ray node it was asked to be on, if any."""
-
-    def __init__(self, worker_id: str, actor: Any, node: str | None, pulse: Pulse) -> None:
-        super().__init__(worker_id, actor, pulse)
-        self.node = node
+    """`Worker` in an actor."""
 
     def load(self, plan: StagePlan) -> RayCall[StageDescription]:
         return self._call("load", plan)
@@ -94,14 +88,12 @@ class RayPool:
         num_workers = config.num_stages * config.tensor_parallel
         self._num_threads = config.worker_cpus or max(1, torch.get_num_threads() // num_workers)
         self._cluster = RayCluster(config.ray_address, num_processes=num_workers, cpus_each=self._num_threads)
-        self._spares: list[RayWorker] = []
+        self._spares = RaySpares(self._spawn)
         # Often enough that a beat that comes late is not taken for one that does not come.
         self._beat_seconds = min(1.0, config.worker_timeout_seconds / 8)
         self._hearts, self._hearts_place = _listen()
         self._stores: list[TCPStore] = []
         self._num_spawned = 0
-        self._is_closed = False
-        self._lock = threading.Lock()
 
     def rendezvous(self, size: int) -> str:
         store, place = _listen(size)
@@ -110,44 +102,25 @@ class RayPool:
 
     @property
     def spares(self) -> tuple[WorkerInfo, ...]:
-        with self._lock:
-            spares = [(spare, spare.description) for spare in self._spares]
-        return tuple(
-            WorkerInfo(id=spare.id, node=where.node, pid=where.pid, layers=None, adapters=(), state="spare")
-            for spare, where in spares
-            if where is not None
-        )
+        return self._spares.infos
 
     def take(self) -> RayWorker:
-        with self._lock:
-            return self._spares.pop(0) if self._spares else self._spawn(None)
+        return self._spares.take()
 
     def keep_spares(self, nodes: Iterable[str]) -> None:
-        with self._lock:
-            missing = Counter(nodes) - Counter(spare.node for spare in self._spares if spare.node is not None)
-            self._spares.extend(self._spawn(node) for node in sorted(missing.elements()))
+        self._spares.keep(nodes)
 
     def close(self) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            for spare in self._spares:
-                spare.kill()
-            self._spares.clear()
-            self._stores.clear()
+        self._spares.close()
+        self._stores.clear()
         self._cluster.close()
 
     def _spawn(self, node: str | None) -> RayWorker:
-        """A spare reserves no cores: while it waits it uses none."""
-        options = actor_options(self._num_threads, scheduling_strategy="SPREAD")
-        if node is not None:
-            options = actor_options(0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True))
         self._num_spawned += 1
         name = f"worker-{self._num_spawned}"
-        actor_class = ray.remote(StageProcess).options(**options)
+        actor_class = ray.remote(StageProcess).options(**actor_options(self._num_threads, node))
         actor = actor_class.remote(name, self._num_threads, self._hearts_place, self._beat_seconds)
-        return RayWorker(name, actor, node, Pulse(self._hearts, name, self._beat_seconds))
+        return RayWorker(name, actor, pulse=Pulse(self._hearts, name, self._beat_seconds), node=node)
 
 
 def _listen(size: int | None = None) -> tuple[TCPStore, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
@@ -19,6 +19,7 @@ from graftlm.distributed.messages import AdapterRecipe, StageDescription
 from graftlm.distributed.replica_messages import ReplicaEvent, ReplicaNews, ReplicaRequest, ReplicaStatus
 from graftlm.distributed.replica_residency import ReplicaResidency
 from graftlm.distributed.worker import Call, WorkerLost
+from graftlm.engine.executor import WorkerInfo
 from graftlm.errors import EngineClosed
 from graftlm.routing.expected_completion import ExpectedCompletion
 from graftlm.routing.homes import AdapterHomes
@@ -55,7 +56,18 @@ class ReplicaHandle(Protocol):
 class ReplicaPool(Protocol):
     """Where replicas come from."""
 
-    def start(self, replica_id: str) -> ReplicaHandle: ...
+    def start(self, replica_id: str) -> ReplicaHandle:
+        """A process that has loaded nothing, as soon as can be."""
+        ...
+
+    @property
+    def spares(self) -> tuple[WorkerInfo, ...]:
+        """Processes that are no replicas yet. May be read from any thread."""
+        ...
+
+    def keep_spares(self, nodes: Iterable[str]) -> None:
+        """Have a spare on each of these nodes, soon."""
+        ...
 
     def close(self) -> None: ...
 
@@ -151,6 +163,11 @@ class ReplicaGroup:
         with self._lock:
             return list(self._members.values())
 
+    @property
+    def spares(self) -> tuple[WorkerInfo, ...]:
+        """Processes that take the place of a replica that is lost."""
+        return self._pool.spares
+
     def choose(self, request: RoutedRequest) -> Member | None:
         """Where a request goes; it counts as sent. None while there is no replica."""
         with self._lock:
@@ -226,6 +243,11 @@ class ReplicaGroup:
             self._members[handle.id] = member
             self._table.join(handle.id, status.report, max_num_seqs=self._config.max_num_seqs)
             self._homes.set_workers(list(self._members))
+            nodes = {other.description.node for other in self._members.values()}
+            is_complete = len(self._members) == self._config.num_replicas
+        if is_complete:
+            # Not before: it would take the time of those that start.
+            self._pool.keep_spares(nodes)
         self._tell(Joined(member=member))
         return member
 

@@ -109,7 +109,7 @@ class ReplicaSet:
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
         adapters, held = self._registry.adapters, self._residency.by_replica()
-        return tuple(
+        running = tuple(
             WorkerInfo(
                 id=member.handle.id,
                 node=member.description.node,
@@ -130,6 +130,7 @@ class ReplicaSet:
             )
             for member in self._group.members
         )
+        return (*running, *self._group.spares)
 
     @property
     def num_lost_workers(self) -> int:

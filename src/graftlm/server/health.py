@@ -27,7 +27,7 @@ def health_routes(llm: AsyncLLM) -> APIRouter:
         """Worth sending requests to: the engine takes them, and gets through its steps, or has a replica that does."""
         if not llm.is_running:
             raise EngineClosed("the engine takes no more requests", do="ask another server")
-        if llm.config.replicas and not llm.workers:
+        if llm.config.replicas and not any(worker.state == "running" for worker in llm.workers):
             raise EngineClosed("all replicas were lost, and others are being started", do="try again soon")
         if not await llm.responds(within_seconds=READY_WITHIN_SECONDS):
             raise EngineClosed(

@@ -59,7 +59,10 @@ class EngineConfig:
             and the rest are each one's own; default: one, in this process.
         workers: processes on Ray that share the layers out among them; default: this process computes all of them.
         tensor_parallel: processes that share out every matrix of a layer; with `workers`, of each worker's layers.
-        worker_layers: how many layers each worker gets; default: shares that weigh the same, both ends counted.
+        worker_layers: how many layers each worker gets; default: shares in proportion to the speed that workers measure
+            as they start, within the memory of their nodes.
+        rebalance: move layers from worker to worker while requests run, if what their steps take shows that other
+            shares would be faster by a quarter; running requests are then computed anew.
         worker_cpus: cores each worker or replica computes with, and reserves on a cluster; default: an equal share of
             this machine's.
         steps_in_flight: steps that are under way at once, each of a part of the requests, so that workers need not wait
@@ -102,6 +105,7 @@ class EngineConfig:
     workers: int | None = None
     tensor_parallel: int = 1
     worker_layers: Sequence[int] = ()
+    rebalance: bool = False
     worker_cpus: int | None = None
     steps_in_flight: int | None = None
     activation_journal: bool = True
@@ -214,7 +218,7 @@ class EngineConfig:
                 "replicas that are divided among workers are not supported", do="set replicas, or workers, or neither"
             )
         if not self.has_workers:
-            about = ["worker_layers", "steps_in_flight"]
+            about = ["worker_layers", "rebalance", "steps_in_flight"]
             for name in about if self.replicas else (*about, "worker_cpus", "ray_address"):
                 if getattr(self, name):
                     raise ConfigurationError(f"{name} is about workers, and there are none", do="set workers as well")
@@ -227,6 +231,11 @@ class EngineConfig:
                 "worker_layers does not fit workers",
                 got=list(self.worker_layers),
                 allowed=f"{self.num_stages} positive integers",
+            )
+        if self.rebalance and self.worker_layers:
+            raise ConfigurationError(
+                "worker_layers says how many layers each worker has, and rebalance changes that",
+                do="leave one of them out",
             )
         if not 0 < self.worker_timeout_seconds < float("inf"):
             raise ConfigurationError("worker_timeout_seconds must be positive", got=self.worker_timeout_seconds)

@@ -146,6 +146,10 @@ class EngineClosed(GraftError, RuntimeError):
     """The engine was shut down."""
 
 
+class DrainFailed(GraftError, RuntimeError):
+    """A worker's layers cannot go anywhere else; it has kept them."""
+
+
 class StepFailed(GraftError, RuntimeError):
     """The engine failed, or ran out of memory, in the step that computed this request."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from graftlm import LLM, EngineConfig, RequestOutput, SamplingParams
-from graftlm.distributed.in_process import Fault, InProcessPool
+from graftlm.distributed.in_process import Fault, InProcessPool, Machine
 from graftlm.distributed.start import serve_on_workers
 from graftlm.engine.engine import Engine
+from graftlm.engine.outputs import RequestFailure
 from tests.parity.oracle import assert_close, prompt_of
 
 NUM_LAYERS = 4
@@ -32,8 +33,14 @@ class Pipeline:
     pool: InProcessPool
 
 
-def open_pipeline(base: Path, adapters: Mapping[str, Path], faults: Sequence[Fault] = (), **options: Any) -> Pipeline:
-    pool = InProcessPool(faults)
+def open_pipeline(
+    base: Path,
+    adapters: Mapping[str, Path],
+    faults: Sequence[Fault] = (),
+    machines: Sequence[Machine] = (Machine(node="here"),),
+    **options: Any,
+) -> Pipeline:
+    pool = InProcessPool(faults, machines)
     config = EngineConfig(model=base, adapters=adapters, **{**OPTIONS, "workers": 2, **options})
     engine = Engine(
         config, load=lambda config, checkpoint, residency: serve_on_workers(config, checkpoint, residency, pool)
@@ -52,6 +59,29 @@ def answers(llm: LLM, names: Sequence[str], params: SamplingParams = GREEDY) -> 
     """All requests in one running batch."""
     prompts, adapters = requests(names)
     return llm.generate(prompts, params, adapter=adapters)
+
+
+def run(
+    pipeline: Pipeline, names: Sequence[str], disturb: Callable[[int, list[str]], None] = lambda count, job_ids: None
+) -> list[tuple[int, ...] | Exception]:
+    """What each of the requests comes to, all of them begun at once. disturb: told after each step how many there
+    were, and of the jobs."""
+    engine = pipeline.engine
+    jobs = [engine.make_job(prompt, GREEDY, name) for prompt, name in zip(*requests(names), strict=True)]
+    results: dict[str, list[int]] = {job.job_id: [] for job in jobs}
+    errors: dict[str, Exception] = {}
+    for job in jobs:
+        engine.core.add(job)
+    count = 0
+    while engine.core.has_work:
+        for item in engine.core.step():
+            if isinstance(item, RequestFailure):
+                errors[item.request_id] = item.error
+            else:
+                results[item.request_id].extend(item.outputs[0].token_ids)
+        count += 1
+        disturb(count, list(results))
+    return [errors.get(job_id, tuple(ids)) for job_id, ids in results.items()]
 
 
 def tokens(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:

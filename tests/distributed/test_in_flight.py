@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 
 from graftlm import LLM
 from graftlm.distributed.in_process import Fault, FaultKind
-from graftlm.engine.outputs import RequestFailure
 from graftlm.errors import StepFailed
 from tests.distributed.rig import (
-    GREEDY,
     Pipeline,
     answers,
     assert_nothing_is_held,
     open_pipeline,
-    requests,
+    run,
     tokens,
 )
 
@@ -50,36 +48,13 @@ def num_tokens(pipeline: Pipeline) -> int:
     return work.num_tokens
 
 
-def run(
-    pipeline: Pipeline, disturb: Callable[[int, list[str]], None] = lambda count, job_ids: None
-) -> list[tuple[int, ...] | Exception]:
-    """What each of the requests comes to, all of them begun at once. disturb: told after each step how many there
-    were, and of the jobs."""
-    engine = pipeline.engine
-    jobs = [engine.make_job(prompt, GREEDY, name) for prompt, name in zip(*requests(NAMES), strict=True)]
-    results: dict[str, list[int]] = {job.job_id: [] for job in jobs}
-    errors: dict[str, Exception] = {}
-    for job in jobs:
-        engine.core.add(job)
-    count = 0
-    while engine.core.has_work:
-        for item in engine.core.step():
-            if isinstance(item, RequestFailure):
-                errors[item.request_id] = item.error
-            else:
-                results[item.request_id].extend(item.outputs[0].token_ids)
-        count += 1
-        disturb(count, list(results))
-    return [errors.get(job_id, tuple(ids)) for job_id, ids in results.items()]
-
-
 @pytest.mark.parametrize(("workers", "depth"), [(1, 3), (2, 2), (3, 3), (4, 7)])
 def test_any_number_of_steps_in_flight_gives_the_same_tokens(
     base: Path, chosen: Mapping[str, Path], expected: list[tuple[int, ...]], workers: int, depth: int
 ) -> None:
     several = open_pipeline(base, chosen, workers=workers, steps_in_flight=depth)
     one = open_pipeline(base, chosen, workers=workers, steps_in_flight=1)
-    assert run(several) == run(one) == expected
+    assert run(several, NAMES) == run(one, NAMES) == expected
     # Each step has its part of the requests.
     assert num_steps(several) >= 1.5 * num_steps(one)
 
@@ -99,7 +74,7 @@ def test_workers_that_die_with_several_steps_in_flight_cost_no_token(
     faults = [Fault(kind="die", stage=stage, at=at) for stage, at in ((0, 1), (1, 5), (2, 9))]
     pipeline = open_pipeline(base, chosen, faults, worker_layers=(1, 1, 2), workers=3, steps_in_flight=4)
     num_free_blocks = pipeline.llm.num_free_blocks
-    assert run(pipeline) == expected
+    assert run(pipeline, NAMES) == expected
     assert pipeline.pool.pending_faults == []
     assert pipeline.llm.num_lost_workers == 3
     assert_nothing_is_held(pipeline, num_free_blocks)
@@ -111,7 +86,7 @@ def test_a_stage_that_breaks_fails_the_requests_of_its_step_and_no_others(
 ) -> None:
     pipeline = open_pipeline(base, chosen, [Fault(kind="break", stage=stage, at=6)], steps_in_flight=3)
     num_free_blocks = pipeline.llm.num_free_blocks
-    results = run(pipeline)
+    results = run(pipeline, NAMES)
     failed = [result for result in results if isinstance(result, StepFailed)]
     assert 0 < len(failed) <= NUM_REQUESTS / 3
     assert all(isinstance(error.__cause__, MemoryError) for error in failed)
@@ -122,7 +97,7 @@ def test_a_stage_that_breaks_fails_the_requests_of_its_step_and_no_others(
     # The others go on from where they were.
     assert num_tokens(pipeline) <= sum(len(prompt["prompt_token_ids"]) for prompt in requests(NAMES)[0]) + 8 * 12
     assert_nothing_is_held(pipeline, num_free_blocks)
-    assert run(pipeline) == expected
+    assert run(pipeline, NAMES) == expected
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -163,7 +138,7 @@ def test_faults_and_departures_in_any_order_change_nobody_elses_tokens(
                 pipeline.engine.core.abort(job_ids[index])
 
     gone = {index for _, index in aborts}
-    results = run(pipeline, abort)
+    results = run(pipeline, NAMES, abort)
     for index, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
         assert isinstance(ours, tuple)
         assert ours == theirs or (index in gone and ours == theirs[: len(ours)])

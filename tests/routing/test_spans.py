@@ -1,105 +1,168 @@
-"""Where workers' layers go: to the weakest layers, with adapters counted, and never so that something has no holder."""
+"""Which layers each worker of a chain takes: shares that fit speed and memory, and moves that pay."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from collections.abc import Sequence
+from fractions import Fraction
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graftlm.routing.spans import (
-    AdapterDemand,
-    SpanHolder,
-    SpanMove,
-    SpanMover,
-    best_start,
-    layer_values,
-    uncovered,
-)
-
-NUM_LAYERS = 6
+from graftlm.errors import ConfigurationError
+from graftlm.routing.spans import Bounds, Capacity, ChainWeights, SpanMover, best_bounds, stepped_speeds
 
 
-def holder(name: str, start: int, stop: int, adapters: str = "", speed: float = 30.0) -> SpanHolder:
-    return SpanHolder(worker_id=name, start=start, stop=stop, layers_per_second=speed, adapters=frozenset(adapters))
+def chain(layers: Sequence[int], before: int = 0, after: int = 0) -> ChainWeights:
+    return ChainWeights(layers=tuple(layers), before=before, after=after)
 
 
-def values(holders: list[SpanHolder], demands: dict[str, AdapterDemand], base: float = 10.0) -> list[float]:
-    return layer_values(holders, demands, num_layers=NUM_LAYERS, base_tokens_per_second=base)
+def shares(weights: ChainWeights, bounds: Bounds) -> list[int]:
+    return [weights.of(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
-def test_a_layer_is_worth_what_its_scarcest_adapter_gets() -> None:
-    holders = [holder("x", 0, 3, "a"), holder("y", 3, 6), holder("z", 3, 6, "a", speed=15)]
-    demand = {"a": AdapterDemand(tokens_per_second=10, start=0, stop=NUM_LAYERS)}
-    assert values(holders, {}) == [1, 1, 1, 1.5, 1.5, 1.5]
-    # 20 tokens a second need the base; of the last layers only 5 a second are for the adapter.
-    assert values(holders, demand) == [0.5] * 6
-    assert values([replace(each, adapters=frozenset("a")) for each in holders], demand) == [0.5] * 3 + [0.75] * 3
+def alike(count: int) -> list[Capacity]:
+    return [Capacity(speed=Fraction(1))] * count
 
 
-def test_layers_that_an_adapter_does_not_touch_do_not_need_it() -> None:
-    holders = [holder("x", 0, 3, "a"), holder("y", 3, 6)]
-    assert not uncovered(holders, {"a": AdapterDemand(tokens_per_second=1, start=0, stop=3)}, num_layers=NUM_LAYERS)
-    missing = uncovered(holders, {"a": AdapterDemand(tokens_per_second=1, start=0, stop=4)}, num_layers=NUM_LAYERS)
-    assert missing == {(3, "a")}
+def test_equal_layers_are_shared_out_evenly() -> None:
+    assert best_bounds(chain([5] * 6), alike(3), memory=chain([1] * 6)) == (0, 2, 4, 6)
 
 
-def test_who_joins_takes_the_weakest_layers() -> None:
-    assert best_start([3, 3, 1, 2, 1, 3], 2) == 2
-    assert best_start([1, 1, 1], 3) == 0
+def test_who_has_the_head_gets_fewer_layers() -> None:
+    assert best_bounds(chain([10] * 6, after=20), alike(2), memory=chain([1] * 6)) == (0, 4, 6)
 
 
-def test_a_move_is_made_when_it_was_the_best_three_times() -> None:
-    holders = [holder("x", 0, 3), holder("y", 0, 3), holder("z", 0, 3), holder("w", 3, 6)]
-    mover = SpanMover(num_layers=NUM_LAYERS, reload_seconds=10)
-    moves = [mover.check(holders, {}, base_tokens_per_second=10) for _ in range(4)]
-    assert moves == [None, None, SpanMove(worker_id="x", start=3, stop=6), None]
+def test_who_is_three_times_as_fast_gets_three_times_the_layers() -> None:
+    capacities = [Capacity(speed=Fraction(1)), Capacity(speed=Fraction(3))]
+    assert best_bounds(chain([1] * 8), capacities, memory=chain([1] * 8)) == (0, 2, 8)
 
 
-def test_a_move_whose_gain_the_reload_eats_is_not_made() -> None:
-    holders = [holder("x", 0, 3), holder("y", 0, 3), holder("z", 0, 3), holder("w", 3, 6)]
-    mover = SpanMover(num_layers=NUM_LAYERS, reload_seconds=300, horizon_seconds=600)
-    assert not any(mover.check(holders, {}, base_tokens_per_second=10) for _ in range(5))
+def test_more_workers_than_layers_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="more workers than layers; got: 5; allowed: 1 to 4"):
+        best_bounds(chain([1] * 4), alike(5), memory=chain([1] * 4))
 
 
-def test_the_only_holder_of_an_adapter_stays_though_its_layers_are_strong() -> None:
-    demand = {"a": AdapterDemand(tokens_per_second=1, start=0, stop=3)}
-    holders = [holder("x", 0, 3, "a"), holder("y", 0, 3), holder("z", 0, 3), holder("w", 3, 6)]
-    mover = SpanMover(num_layers=NUM_LAYERS, reload_seconds=10)
-    moves = [mover.check(holders, demand, base_tokens_per_second=10) for _ in range(3)]
-    assert moves[-1] is not None
-    assert moves[-1].worker_id == "y"
+def test_too_little_memory_is_refused_with_what_there_is() -> None:
+    capacities = [Capacity(speed=Fraction(1), memory_bytes=memory) for memory in (30, 19)]
+    with pytest.raises(ConfigurationError, match=r"the memory .*got: 50 bytes in all; allowed: 30, 19 bytes"):
+        best_bounds(chain([1] * 5), capacities, memory=chain([10] * 5))
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> list[SpanHolder]:
-    spans = draw(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 2), st.frozensets(st.sampled_from("ab")))))
-    made = [
-        SpanHolder(worker_id=str(index), start=start, stop=start + length, layers_per_second=10.0, adapters=adapters)
-        for index, (start, length, adapters) in enumerate(spans)
-    ]
-    return [*made, holder("all", 0, NUM_LAYERS, "ab")]
+def clusters(draw: st.DrawFn) -> tuple[ChainWeights, ChainWeights, list[Capacity]]:
+    count = draw(st.integers(1, 7))
+    weights = st.lists(st.integers(1, 50), min_size=count, max_size=count)
+    work, memory = (chain(draw(weights), draw(st.integers(0, 60)), draw(st.integers(0, 60))) for _ in range(2))
+    speeds = st.sampled_from([Fraction(1), Fraction(2, 3), Fraction(4, 9)])
+    limits = st.none() | st.integers(0, 250)
+    workers = draw(st.lists(st.tuples(speeds, limits), min_size=1, max_size=min(4, count)))
+    return work, memory, [Capacity(speed=speed, memory_bytes=limit) for speed, limit in workers]
 
 
-@given(clusters(), st.lists(st.integers(0, 30), max_size=5))
-@settings(deadline=None, max_examples=60)
-def test_whatever_moves_and_leaves_nothing_in_demand_loses_its_last_holder_by_a_move(
-    holders: list[SpanHolder], leaving: list[int]
+@given(clusters())
+@settings(deadline=None)
+def test_no_worker_has_more_than_its_memory_and_no_other_shares_are_faster(
+    cluster: tuple[ChainWeights, ChainWeights, list[Capacity]],
 ) -> None:
-    demands = {
-        "a": AdapterDemand(tokens_per_second=5, start=0, stop=NUM_LAYERS),
-        "b": AdapterDemand(tokens_per_second=1, start=2, stop=4),
-    }
-    mover = SpanMover(num_layers=NUM_LAYERS, reload_seconds=1)
-    for index in leaving:
-        before = uncovered(holders, demands, num_layers=NUM_LAYERS)
-        for _ in range(3):
-            move = mover.check(holders, demands, base_tokens_per_second=5)
-            if move is not None:
-                holders = [
-                    replace(each, start=move.start, stop=move.stop) if each.worker_id == move.worker_id else each
-                    for each in holders
-                ]
-        assert uncovered(holders, demands, num_layers=NUM_LAYERS) <= before
-        if len(holders) > 1:
-            holders = [each for position, each in enumerate(holders) if position != index % len(holders)]
+    work, memory, capacities = cluster
+    num_layers = len(work.layers)
+    possible: dict[Bounds, Fraction] = {}
+    for cuts in itertools.combinations(range(1, num_layers), len(capacities) - 1):
+        bounds = (0, *cuts, num_layers)
+        limits = [capacity.memory_bytes for capacity in capacities]
+        if all(limit is None or own <= limit for own, limit in zip(shares(memory, bounds), limits, strict=True)):
+            times = zip(shares(work, bounds), capacities, strict=True)
+            possible[bounds] = max(own / capacity.speed for own, capacity in times)
+    if not possible:
+        with pytest.raises(ConfigurationError, match="memory"):
+            best_bounds(work, capacities, memory=memory)
+        return
+    chosen = best_bounds(work, capacities, memory=memory)
+    assert possible[chosen] == min(possible.values())
+
+
+@given(st.lists(st.floats(1.0, 1.2), min_size=1, max_size=6))
+def test_noise_makes_no_speeds_of_equal_machines(seconds: list[float]) -> None:
+    assert stepped_speeds(seconds) == [Fraction(1)] * len(seconds)
+
+
+def test_speeds_are_rounded_to_steps() -> None:
+    assert stepped_speeds([2.0, 1.0, 1.6, 1.9]) == [Fraction(4, 9), Fraction(1), Fraction(2, 3), Fraction(4, 9)]
+
+
+class Watched:
+    """A mover over eight equal layers on two workers, of which the second is `slowness` times as slow."""
+
+    def __init__(self, slowness: float, *, reload_seconds: float = 1.0, limit: int | None = None) -> None:
+        self.mover = SpanMover(chain([1] * 8), memory=chain([1] * 8))
+        self.slowness = slowness
+        self._reload_seconds = reload_seconds
+        self._limit = limit
+        self.bounds: Bounds = (0, 4, 8)
+
+    def check(self) -> Bounds | None:
+        first, second = shares(chain([1] * 8), self.bounds)
+        moved = self.mover.check(
+            self.bounds,
+            [float(first), self.slowness * second],
+            reload_seconds=self._reload_seconds,
+            memory_bytes=[self._limit, None],
+        )
+        self.bounds = moved or self.bounds
+        return moved
+
+
+def test_layers_move_when_that_has_paid_three_times() -> None:
+    watched = Watched(3.0)
+    assert [watched.check() for _ in range(5)] == [None, None, (0, 6, 8), None, None]
+
+
+def test_a_check_in_between_that_sees_no_gain_begins_the_count_anew() -> None:
+    watched = Watched(3.0)
+    moves = []
+    for slowness in (3.0, 3.0, 1.0, 3.0, 3.0, 3.0):
+        watched.slowness = slowness
+        moves.append(watched.check())
+    assert moves == [None] * 5 + [(0, 6, 8)]
+
+
+@pytest.mark.parametrize(
+    "watched",
+    [
+        # Six layers against five and a half.
+        Watched(1.2),
+        # Two thirds of the horizon are spent reloading.
+        Watched(3.0, reload_seconds=400.0),
+        # The first has no room for a fifth layer.
+        Watched(3.0, limit=4),
+    ],
+    ids=["little gain", "long reload", "no memory"],
+)
+def test_layers_stay_where_a_move_does_not_pay(watched: Watched) -> None:
+    assert not any(watched.check() for _ in range(6))
+
+
+def test_what_was_tried_is_not_tried_again_until_others_come() -> None:
+    """Whichever worker has more layers is said to be the slow one, as if times had nothing to do with layers."""
+    mover = SpanMover(chain([1] * 8), memory=chain([1] * 8))
+    bounds: Bounds = (0, 4, 8)
+    moves = []
+
+    def run(num_checks: int) -> None:
+        nonlocal bounds
+        for _ in range(num_checks):
+            seconds = [9.0, 1.0] if bounds[1] >= 4 else [1.0, 9.0]
+            moved = mover.check(bounds, seconds, reload_seconds=0.0, memory_bytes=[None, None])
+            if moved is not None:
+                moves.append(moved)
+                bounds = moved
+
+    run(60)
+    assert 0 < len(moves) == len(set(moves)) < 8
+    run(20)
+    num_moves = len(moves)
+    mover.forget()
+    run(3)
+    assert len(moves) == num_moves + 1

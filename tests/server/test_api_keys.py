@@ -189,6 +189,15 @@ def test_r096_adapters_are_managed_with_an_admin_key_within_its_names(live: Live
     assert unload("admin", "team-a").status_code == 200
 
 
+def test_workers_are_drained_with_the_key_of_an_admin_of_all_models(live: LiveServer) -> None:
+    def drain(name: str) -> httpx.Response:
+        return live.http.post("/v1/drain_worker", json={"worker": "worker-1"}, headers=bearer(name))
+
+    for name in ("alice", "team"):
+        assert error_of(drain(name), 403)["code"] == "permission_denied"
+    assert error_of(drain("admin"), 404)["code"] == "not_found"
+
+
 def test_metrics_name_every_model_and_need_a_key_that_may_read_them(live: LiveServer) -> None:
     complete(live, "bob", model="blue")
     assert 'model_name="blue"' in live.http.get("/metrics", headers=bearer("scraper")).text

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from graftlm.distributed.messages import AdapterRecipe, RankPlace, StageDescription, StagePlan, StageReply, StageStep
+from graftlm.distributed.messages import (
+    AdapterRecipe,
+    RankPlace,
+    StageDescription,
+    StagePlan,
+    StageReply,
+    StageStep,
+    WorkerMeasure,
+)
+from graftlm.distributed.probe import Probe
 from graftlm.distributed.worker import Call, Worker, WorkerLost, WorkerPool
 from graftlm.engine.executor import WorkerInfo
 from graftlm.errors import AdapterError
@@ -28,6 +37,18 @@ class Gang:
         # What goes wrong with any of them first is what counts.
         self._threads = ThreadPoolExecutor(max_workers=len(workers), thread_name_prefix="graft-rank")
 
+    def measure(self, probe: Probe) -> _GangCall[WorkerMeasure]:
+        """As slow as the slowest of them, with the least memory."""
+        return _GangCall(
+            self,
+            [worker.measure(probe) for worker in self._workers],
+            lambda measures: replace(
+                measures[0],
+                seconds=max(measure.seconds for measure in measures),
+                free_bytes=min(measure.free_bytes for measure in measures),
+            ),
+        )
+
     def load(self, plan: StagePlan) -> _GangCall[StageDescription]:
         size = len(self._workers)
         plans = [
@@ -47,6 +68,11 @@ class Gang:
 
     def step(self, step: StageStep, before: Any) -> _GangCall[StageReply]:
         return _GangCall(self, [worker.step(step, before) for worker in self._workers], _first)
+
+    def retire(self, patience_seconds: float) -> None:
+        for worker in self._workers:
+            worker.retire(patience_seconds)
+        self._threads.shutdown(wait=False)
 
     def kill(self) -> None:
         for worker in self._workers:
@@ -87,9 +113,19 @@ class GangPool:
     def rendezvous(self, size: int) -> str:
         return self._pool.rendezvous(size)
 
-    def take(self) -> Gang:
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return self._pool.nodes
+
+    def vacate(self, node: str) -> None:
+        self._pool.vacate(node)
+
+    def readmit(self, node: str) -> None:
+        self._pool.readmit(node)
+
+    def take(self, busy: Mapping[str, int]) -> Gang:
         rendezvous = self._pool.rendezvous(self._size)
-        return Gang([self._pool.take() for _ in range(self._size)], rendezvous)
+        return Gang([self._pool.take(busy) for _ in range(self._size)], rendezvous)
 
     @property
     def spares(self) -> tuple[WorkerInfo, ...]:

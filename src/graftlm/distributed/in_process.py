@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
-from graftlm.distributed.messages import AdapterRecipe, RankPlace, StageDescription, StagePlan, StageReply, StageStep
+from graftlm.distributed.messages import (
+    AdapterRecipe,
+    RankPlace,
+    StageDescription,
+    StagePlan,
+    StageReply,
+    StageStep,
+    WorkerMeasure,
+)
+from graftlm.distributed.probe import Probe
 from graftlm.distributed.stage import Stage
 from graftlm.distributed.thread_collective import ThreadCollective, ThreadGroup
 from graftlm.distributed.worker import WorkerLost
@@ -36,18 +45,50 @@ class Fault:
     at: int
 
 
-class InProcessPool:
-    """`WorkerPool` whose workers go wrong as told. num_taken: workers so far."""
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A node that is made up. probe_seconds: what its workers say that a probe took. layer_seconds: and a step, for
+    each layer; None says how it was. free_bytes: what they say of its memory."""
 
-    def __init__(self, faults: Sequence[Fault] = ()) -> None:
+    node: str
+    probe_seconds: float = 1.0
+    layer_seconds: float | None = None
+    free_bytes: int = 1 << 40
+
+
+class InProcessPool:
+    """`WorkerPool` whose workers go wrong as told.
+
+    num_taken: workers so far. retired: ids of those that have ended by being asked to.
+    machines: where they are; may be added to, as nodes join.
+    """
+
+    def __init__(self, faults: Sequence[Fault] = (), machines: Sequence[Machine] = (Machine(node="here"),)) -> None:
         self.num_taken = 0
+        self.retired: list[str] = []
         self.pending_faults = list(faults)
+        self.machines = list(machines)
+        self._vacated: set[str] = set()
         self._num_steps: dict[int, int] = {}
         self._groups: dict[str, ThreadGroup] = {}
 
-    def take(self) -> InProcessWorker:
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(machine.node for machine in self.machines if machine.node not in self._vacated)
+
+    def vacate(self, node: str) -> None:
+        self._vacated.add(node)
+
+    def readmit(self, node: str) -> None:
+        self._vacated.discard(node)
+
+    def take(self, busy: Mapping[str, int]) -> InProcessWorker:
+        """On the least busy machine; where nothing is said, on one after the other."""
+        usable = [machine for machine in self.machines if machine.node not in self._vacated]
+        first = self.num_taken % len(usable)
+        machine = min((*usable[first:], *usable[:first]), key=lambda machine: busy.get(machine.node, 0))
         self.num_taken += 1
-        return InProcessWorker(f"worker-{self.num_taken}", self)
+        return InProcessWorker(f"worker-{self.num_taken}", self, machine)
 
     def rendezvous(self, size: int) -> str:
         name = f"group-{len(self._groups) + 1}"
@@ -80,9 +121,10 @@ class InProcessPool:
 class InProcessWorker:
     """`Worker` that serves its calls in a thread of its own."""
 
-    def __init__(self, worker_id: str, pool: InProcessPool) -> None:
+    def __init__(self, worker_id: str, pool: InProcessPool, machine: Machine) -> None:
         self.id = worker_id
         self._pool = pool
+        self._machine = machine
         self._stage: Stage | None = None
         self._plan: StagePlan | None = None
         self._collective: ThreadCollective | None = None
@@ -91,9 +133,15 @@ class InProcessWorker:
         self._left_undone: list[Callable[[], object]] = []
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(max_workers=1, thread_name_prefix=worker_id)
 
+    def measure(self, probe: Probe) -> InProcessCall[WorkerMeasure]:
+        machine = self._machine
+        measure = WorkerMeasure(node=machine.node, seconds=machine.probe_seconds, free_bytes=machine.free_bytes)
+        return self._ask(lambda: measure)
+
     def load(self, plan: StagePlan) -> InProcessCall[StageDescription]:
         self._plan = plan
-        self._collective = None if plan.place is None else self._pool.join(plan.place)
+        if plan.place is not None and self._collective is None:
+            self._collective = self._pool.join(plan.place)
         return self._ask(partial(self._load, plan))
 
     def begin(self, epoch: int) -> InProcessCall[None]:
@@ -108,6 +156,13 @@ class InProcessWorker:
     def step(self, step: StageStep, before: Any) -> InProcessCall[StageReply]:
         assert self._plan is not None
         return self._ask(partial(self._step, step, before, self._pool.next_fault(self._plan.span)))
+
+    def retire(self, patience_seconds: float) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.submit(self._end)
+            thread.shutdown(wait=True)
+            self._pool.retired.append(self.id)
 
     def kill(self) -> None:
         thread, self._thread = self._thread, None
@@ -134,7 +189,7 @@ class InProcessWorker:
 
     def _load(self, plan: StagePlan) -> StageDescription:
         self._stage = Stage(plan, self._collective)
-        return self._stage.describe()
+        return replace(self._stage.describe(), node=self._machine.node, free_bytes=self._machine.free_bytes)
 
     def _step(self, step: StageStep, before: Future[StageReply] | None, fault: FaultKind | None) -> StageReply:
         if fault is None or fault == "duplicate":
@@ -150,7 +205,13 @@ class InProcessWorker:
         raise WorkerLost(f"{self.id}: {fault}")
 
     def _compute(self, step: StageStep, before: Future[StageReply] | None) -> StageReply:
-        return self._loaded.step(step, None if before is None else before.result())
+        reply = self._loaded.step(step, None if before is None else before.result())
+        if self._machine.layer_seconds is None:
+            return reply
+        assert self._plan is not None
+        num_layers = self._plan.span.stop - self._plan.span.start
+        own = replace(reply.reports[-1], compute_seconds=num_layers * self._machine.layer_seconds)
+        return replace(reply, reports=(*reply.reports[:-1], own))
 
     def _end(self) -> None:
         for serve in self._left_undone:

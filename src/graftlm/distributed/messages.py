@@ -59,12 +59,23 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StageDescription:
-    """Where a stage is. node: as the workers' engine calls it. others: the ranks after the first, where several share
-    the stage."""
+    """Where a stage is. node: as the workers' engine calls it. free_bytes: memory that could be taken there.
+    others: the ranks after the first, where several share the stage."""
 
     node: str
     pid: int
+    free_bytes: int
     others: tuple[StageDescription, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerMeasure:
+    """What a worker can do. seconds: that a probe took. free_bytes: memory that could be taken on its node, by it and
+    all others there."""
+
+    node: str
+    seconds: float
+    free_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)

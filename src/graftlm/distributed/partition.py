@@ -1,39 +1,20 @@
-"""Which worker computes which layers. No torch."""
+"""Which worker computes which layers. Computes nothing itself."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import accumulate, pairwise
 
+from graftlm.distributed.messages import WorkerMeasure
 from graftlm.errors import ConfigurationError
 from graftlm.models.layer_span import LayerSpan
 from graftlm.models.layout import LayerLayout, LinearLayout, ModelLayout
+from graftlm.routing.spans import Capacity, ChainWeights, stepped_speeds
 
-
-def balanced_spans(weights: Sequence[int], num_workers: int, *, before: int, after: int) -> tuple[LayerSpan, ...]:
-    """Consecutive spans of which the heaviest is as light as can be.
-
-    Args:
-        weights: of the layers. before, after: what the first span bears besides its layers, and the last.
-
-    Raises:
-        ConfigurationError: there are more workers than layers.
-    """
-    if num_workers > len(weights):
-        raise ConfigurationError("there are more workers than layers", got=num_workers, allowed=f"1 to {len(weights)}")
-    sums = [0, *accumulate(weights)]
-    sums = [sums[0], *(total + before for total in sums[1:-1]), sums[-1] + before + after]
-    # best[stop]: the heaviest span among the first spans that end there, and where the last of them begins.
-    best: dict[int, tuple[int, tuple[int, ...]]] = {stop: (sums[stop], (0, stop)) for stop in range(1, len(sums))}
-    for count in range(2, num_workers + 1):
-        best = {
-            stop: min(
-                (max(best[start][0], sums[stop] - sums[start]), (*best[start][1], stop))
-                for start in range(count - 1, stop)
-            )
-            for stop in range(count, len(sums))
-        }
-    return _spans(best[len(weights)][1])
+# Of a node's free memory; the rest is for adapters, for what steps need, and for others.
+LAYERS_SHARE = Fraction(9, 10)
 
 
 def explicit_spans(counts: Sequence[int], num_layers: int) -> tuple[LayerSpan, ...]:
@@ -46,18 +27,35 @@ def explicit_spans(counts: Sequence[int], num_layers: int) -> tuple[LayerSpan, .
         raise ConfigurationError(
             "worker_layers does not add up to the model's layers", got=sum(counts), allowed=str(num_layers)
         )
-    return _spans([0, *accumulate(counts)])
+    return spans_of([0, *accumulate(counts)])
 
 
-def layer_weights(layout: ModelLayout) -> tuple[int, ...]:
-    """Parameters of each layer's matrices."""
-    return tuple(_layer_weight(layer) for layer in layout.layers)
+def spans_of(bounds: Sequence[int]) -> tuple[LayerSpan, ...]:
+    """Spans that begin where the one before ends."""
+    return tuple(LayerSpan(start=start, stop=stop, num_layers=bounds[-1]) for start, stop in pairwise(bounds))
 
 
-def end_weights(layout: ModelLayout) -> tuple[int, int]:
-    """Parameters of what stands before the first layer and after the last. A table that both ends use counts twice,
-    since both hold it."""
-    return sum(rows * width for rows, width in layout.tables.values()), _weight(layout.head)
+def chain_work(layout: ModelLayout) -> ChainWeights:
+    """Parameters of each layer's matrices, and of what stands before the first layer and after the last. A table that
+    both ends use counts twice, since both hold it."""
+    return ChainWeights(
+        layers=tuple(_layer_weight(layer) for layer in layout.layers),
+        before=sum(rows * width for rows, width in layout.tables.values()),
+        after=_weight(layout.head),
+    )
+
+
+def capacities(measures: Sequence[WorkerMeasure]) -> list[Capacity]:
+    """What workers can take by what they measured. Those of one node are equally fast, as its fastest says, and share
+    its memory."""
+    num_there = Counter(measure.node for measure in measures)
+    seconds = {node: min(each.seconds for each in measures if each.node == node) for node in num_there}
+    free = {node: min(each.free_bytes for each in measures if each.node == node) for node in num_there}
+    speeds = stepped_speeds([seconds[measure.node] for measure in measures])
+    return [
+        Capacity(speed=speed, memory_bytes=int(LAYERS_SHARE * free[measure.node] / num_there[measure.node]))
+        for measure, speed in zip(measures, speeds, strict=True)
+    ]
 
 
 def _layer_weight(layer: LayerLayout) -> int:
@@ -67,7 +65,3 @@ def _layer_weight(layer: LayerLayout) -> int:
 
 def _weight(linear: LinearLayout) -> int:
     return linear.in_features * sum(module.rows for module in linear.modules)
-
-
-def _spans(bounds: Sequence[int]) -> tuple[LayerSpan, ...]:
-    return tuple(LayerSpan(start=start, stop=stop, num_layers=bounds[-1]) for start, stop in pairwise(bounds))

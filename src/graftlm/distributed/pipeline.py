@@ -13,14 +13,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
 
 from graftlm.adapters import Adapter, LoadedAdapter
+from graftlm.distributed.drain import Replacement, chosen_stages, least_busy
 from graftlm.distributed.messages import (
     AdapterRecipe,
     StageDescription,
@@ -30,13 +32,21 @@ from graftlm.distributed.messages import (
     StageStep,
     StepKey,
 )
+from graftlm.distributed.span_balance import SpanBalance
 from graftlm.distributed.stage import StepRefused
 from graftlm.distributed.worker import Call, Worker, WorkerLost, WorkerPool
-from graftlm.engine.executor import AdapterUnavailable, CacheLost, WorkerInfo, WorkerWork
+from graftlm.engine.executor import (
+    AdapterUnavailable,
+    BetweenSteps,
+    CacheLost,
+    MovedStage,
+    WorkerInfo,
+    WorkerWork,
+)
 from graftlm.engine.residency import Residency
 from graftlm.engine.scheduler import Replay, ScheduledSequence
 from graftlm.engine.stage_range import StageRange
-from graftlm.errors import AdapterError, EngineClosed
+from graftlm.errors import AdapterError, DrainFailed, EngineClosed
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +107,9 @@ class PipelineExecutor:
     """`Executor` over workers. They read adapters' weights themselves, and have none that the engine has let go.
 
     Args:
-        plans: of the stages, in order. residency: where the adapters are. depth: steps in flight at once.
-        patience_seconds: how long a worker may give no sign of life.
+        plans: of the stages, in order. workers: for them, or as many as have been taken already.
+        balance: says when layers are shared out anew; None: never. residency: where the adapters are.
+        depth: steps in flight at once. patience_seconds: how long a worker may give no sign of life.
 
     Raises:
         CheckpointError, ConfigurationError: a stage cannot be loaded.
@@ -110,12 +121,17 @@ class PipelineExecutor:
         pool: WorkerPool,
         plans: Sequence[StagePlan],
         *,
+        workers: Sequence[Worker] = (),
+        balance: SpanBalance | None = None,
         residency: Residency[LoadedAdapter],
         depth: int,
         patience_seconds: float,
     ) -> None:
         self._pool = pool
         self._plans = tuple(plans)
+        # They have no stage yet.
+        self._waiting = dict(enumerate(workers))
+        self._balance = balance
         self.depth = depth
         self._patience_seconds = patience_seconds
         self._members: dict[int, _Member] = {}
@@ -124,9 +140,12 @@ class PipelineExecutor:
         self._key = StepKey(epoch=0, number=0)
         self._is_ready = False
         self._losses = 0
+        self._load_seconds = 0.0
         self.num_lost_workers = 0
+        self.num_moves = 0
         self._residency = residency
         self._lock = threading.Lock()
+        self._draining = threading.Lock()
         try:
             self.recover()
         except BaseException:
@@ -139,7 +158,7 @@ class PipelineExecutor:
         with self._lock:
             members = sorted(self._members.items())
         needed = self._residency.resident
-        running = [info for index, member in members for info in self._describe(index, member, needed)]
+        running = [info for _, member in members for info in self._describe(member, needed)]
         return (*running, *self._pool.spares)
 
     def submit(self, sequences: Sequence[ScheduledSequence], replays: Sequence[Replay] = ()) -> PipelineStep:
@@ -169,6 +188,7 @@ class PipelineExecutor:
             raise
         self._losses = 0
         self._note(reply, time.monotonic() - sent.begun)
+        self._rebalance(reply)
         return reply.output.unpack()
 
     def recover(self) -> StageRange | None:
@@ -190,18 +210,45 @@ class PipelineExecutor:
                 self._is_ready = True
                 return self._take_empty()
 
+    def drain(self, target: str, between_steps: BetweenSteps) -> tuple[MovedStage, ...]:
+        # Of two at a time each might go where the other is to leave.
+        with self._draining:
+            with self._lock:
+                members = dict(self._members)
+            choice = chosen_stages(
+                target, {index: (member.worker.id, member.description) for index, member in members.items()}
+            )
+            if choice.node is not None:
+                self._pool.vacate(choice.node)
+            try:
+                replacements = self._load_replacements({index: members[index] for index in choice.stages})
+            except BaseException:
+                if choice.node is not None:
+                    self._pool.readmit(choice.node)
+                raise
+            replaced: list[Replacement] = []
+            try:
+                between_steps(lambda: replaced.extend(self._replace(replacements)))
+            except BaseException:
+                for replacement in replacements:
+                    replacement.new.kill()
+                raise
+            for replacement in replaced:
+                replacement.old.retire(self._patience_seconds)
+            return tuple(replacement.moved for replacement in replaced)
+
     def close(self) -> None:
         self._is_ready = False
         with self._lock:
             members = list(self._members.values())
             self._members.clear()
-        for member in members:
-            member.worker.kill()
+        for worker in (*(member.worker for member in members), *self._waiting.values()):
+            worker.kill()
         self._pool.close()
 
-    def _describe(self, index: int, member: _Member, needed: Set[str]) -> list[WorkerInfo]:
+    def _describe(self, member: _Member, needed: Set[str]) -> list[WorkerInfo]:
         """Each process that has the stage or a share of it."""
-        known, span = dict(member.adapters), self._plans[index].span
+        known, span = dict(member.adapters), member.plan.span
         places = (member.description, *member.description.others)
         return [
             WorkerInfo(
@@ -227,12 +274,13 @@ class PipelineExecutor:
         return StageRange(first=empty[0], last=empty[-1], count=count)
 
     def _fill_gaps(self) -> None:
-        """Have a worker for every stage; those that are missing load at the same time."""
+        """Have a worker for every stage, with its layers; those that lack them load at the same time."""
         loading: list[tuple[int, Worker, Call[StageDescription]]] = []
         for index, plan in enumerate(self._plans):
-            if index not in self._members:
-                worker = self._pool.take()
+            if index not in self._members or self._members[index].plan.span != plan.span:
+                worker = self._worker_for(index)
                 loading.append((index, worker, worker.load(plan)))
+        begun = time.monotonic()
         for position, (index, worker, call) in enumerate(loading):
             try:
                 description = call.result(LOAD_SECONDS)
@@ -246,6 +294,98 @@ class PipelineExecutor:
             self._empty.add(index)
             start, stop = member.plan.span.start, member.plan.span.stop
             logger.info("layers %d to %d are on %s, process %d", start, stop - 1, description.node, description.pid)
+        if loading:
+            self._load_seconds = time.monotonic() - begun
+
+    def _worker_for(self, index: int) -> Worker:
+        """The one that has the stage, with other layers than it should, or else another."""
+        with self._lock:
+            member = self._members.pop(index, None)
+        if member is not None:
+            return member.worker
+        if index in self._waiting:
+            return self._waiting.pop(index)
+        if self._balance is not None:
+            self._balance.forget()
+        return self._pool.take(self._busy())
+
+    def _busy(self) -> Mapping[str, int]:
+        """Stages by node."""
+        with self._lock:
+            return Counter(member.description.node for member in self._members.values())
+
+    def _load_replacements(self, members: Mapping[int, _Member]) -> list[Replacement]:
+        """Other workers with the layers that these have, while these go on.
+
+        Raises:
+            DrainFailed: there is nowhere to go, or what is there fails.
+        """
+        nodes = least_busy(self._pool.nodes, self._busy(), len(members))
+        if not nodes:
+            raise DrainFailed("there is no other node that could take the layers", do="let one join the cluster first")
+        self._pool.keep_spares(nodes)
+        loading: list[tuple[int, _Member, Worker, Call[StageDescription]]] = []
+        try:
+            for index, member in members.items():
+                worker = self._pool.take(self._busy())
+                loading.append((index, member, worker, worker.load(member.plan)))
+            return [
+                Replacement(
+                    index=index, old=member.worker, new=worker, plan=member.plan, description=call.result(LOAD_SECONDS)
+                )
+                for index, member, worker, call in loading
+            ]
+        except BaseException as error:
+            for _, _, worker, _ in loading:
+                worker.kill()
+            if isinstance(error, WorkerLost):
+                raise DrainFailed("a worker that was to take the layers is lost", got=error) from error
+            raise
+
+    def _replace(self, replacements: Sequence[Replacement]) -> list[Replacement]:
+        """Have other workers from the next step on, which begins a new epoch. Those that are in the way no more, or
+        whose layers are others by now, are left as they are.
+
+        Returns: what was replaced.
+        """
+        replaced = []
+        for replacement in replacements:
+            member = self._members.get(replacement.index)
+            if (
+                member is None
+                or member.worker is not replacement.old
+                or self._plans[replacement.index] != replacement.plan
+            ):
+                replacement.new.kill()
+                continue
+            self._is_ready = False
+            with self._lock:
+                self._members[replacement.index] = _Member(
+                    worker=replacement.new, plan=replacement.plan, description=replacement.description
+                )
+            self._empty.add(replacement.index)
+            self.num_moves += 1
+            replaced.append(replacement)
+        if replaced and self._balance is not None:
+            self._balance.forget()
+        self._pool.keep_spares({member.description.node for member in self._members.values()})
+        return replaced
+
+    def _rebalance(self, reply: StageReply) -> None:
+        """Share the layers out anew from the next step on if that pays."""
+        if self._balance is None:
+            return
+        spans = self._balance.note(
+            [report.compute_seconds for report in reply.reports],
+            spans=[plan.span for plan in self._plans],
+            descriptions=[self._members[index].description for index in range(len(self._plans))],
+            reload_seconds=self._load_seconds,
+        )
+        if spans is not None:
+            logger.info("layers move: from now on %s", ", ".join(f"{span.start} to {span.stop - 1}" for span in spans))
+            self._plans = tuple(replace(plan, span=span) for plan, span in zip(self._plans, spans, strict=True))
+            self.num_moves += sum(member.plan.span != spans[index] for index, member in self._members.items())
+            self._is_ready = False
 
     def _begin_epoch(self) -> None:
         self._key = StepKey(epoch=self._key.epoch + 1, number=0)

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Set
 from typing import Any, Generic, TypeVar
 
 import psutil
 import ray
+import torch
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from graftlm.distributed.heartbeat import Pulse
 from graftlm.distributed.messages import StageDescription
 from graftlm.distributed.worker import WorkerLost
+from graftlm.engine.memory import available_bytes
 from graftlm.errors import ConfigurationError
 from graftlm.layers.collective import CollectiveFailed
 
 Answer = TypeVar("Answer")
 LOOPBACK = "127.0.0.1"
+# Ray's own, on every node.
+NODE_LABEL = "ray.io/node-id"
 # Of a cluster that is started here; what travels is hidden states, logits and tokens, one step at a time.
 OBJECT_STORE_BYTES = 256 << 20
 
@@ -140,19 +145,27 @@ class RayProcess:
 
 def describe_here() -> StageDescription:
     """Where the actor is in which this is called."""
-    return StageDescription(node=ray.get_runtime_context().get_node_id(), pid=os.getpid())
+    return StageDescription(
+        node=ray.get_runtime_context().get_node_id(),
+        pid=os.getpid(),
+        free_bytes=available_bytes(torch.device("cpu")),
+    )
 
 
-def actor_options(num_cpus: int, node: str | None) -> dict[str, Any]:
+def actor_options(num_cpus: int, node: str | None, *, avoid: Set[str] = frozenset()) -> dict[str, Any]:
     """Options of an actor that is never restarted.
 
     Args:
         node: of a spare, which reserves no cores: while it waits it uses none. Any other goes where there is room.
+        avoid: nodes on which it may not be.
     """
     options: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
+    if avoid:
+        options["label_selector"] = {NODE_LABEL: f"!in({','.join(sorted(avoid))})"}
     if node is None:
         return options | {"num_cpus": num_cpus, "scheduling_strategy": "SPREAD"}
-    return options | {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
+    # Ray 2.60 takes a soft one for no more than a hint: actors were elsewhere though the node had room.
+    return options | {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 def _connect(address: str | None, *, num_cpus: int) -> None:

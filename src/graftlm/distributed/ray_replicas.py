@@ -86,7 +86,7 @@ class RayReplicaPool:
 
     def start(self, replica_id: str) -> RayReplica:
         """A process that has loaded nothing: a spare, or a new one."""
-        return self._spares.take().named(replica_id)
+        return self._spares.take({}).named(replica_id)
 
     def keep_spares(self, nodes: Iterable[str]) -> None:
         self._spares.keep(nodes)

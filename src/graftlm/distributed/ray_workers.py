@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 import torch
+from ray.exceptions import GetTimeoutError, RayError
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from graftlm.config import EngineConfig
 from graftlm.distributed.gloo_collective import GlooCollective
 from graftlm.distributed.heartbeat import Pulse, start_heart
-from graftlm.distributed.messages import AdapterRecipe, StageDescription, StagePlan, StageReply, StageStep
+from graftlm.distributed.messages import (
+    AdapterRecipe,
+    StageDescription,
+    StagePlan,
+    StageReply,
+    StageStep,
+    WorkerMeasure,
+)
+from graftlm.distributed.probe import Probe
 from graftlm.distributed.ray_cluster import RayCall, RayCluster, RayProcess, actor_options, describe_here
 from graftlm.distributed.ray_spares import RaySpares
 from graftlm.distributed.stage import Stage
@@ -34,28 +43,51 @@ class StageProcess:
         torch.set_num_threads(num_threads)
         start_heart(name, hearts, beat_seconds)
         self._stage: Stage | None = None
+        # Of its ranks, for as long as it lives.
+        self._collective: GlooCollective | None = None
 
     def describe(self) -> StageDescription:
         return describe_here()
 
+    def measure(self, probe: Probe) -> WorkerMeasure:
+        here = self.describe()
+        return WorkerMeasure(node=here.node, seconds=probe.seconds(), free_bytes=here.free_bytes)
+
     def load(self, plan: StagePlan) -> StageDescription:
-        collective = None
-        if plan.place is not None:
-            collective = GlooCollective(
+        # What was there goes first: the node may not have room for both.
+        self._stage = None
+        if plan.place is not None and self._collective is None:
+            self._collective = GlooCollective(
                 plan.place,
                 address=ray.util.get_node_ip_address(),
                 timeout_seconds=RANK_SECONDS,
             )
-        self._stage = Stage(plan, collective)
+        self._stage = Stage(plan, self._collective)
         return self.describe()
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of the stage."""
         return getattr(self._stage, method)(*arguments)
 
+    def leave(self) -> None:
+        """End this process, with exit code 0."""
+        ray.actor.exit_actor()
+
 
 class RayWorker(RayProcess):
     """`Worker` in an actor."""
+
+    def measure(self, probe: Probe) -> RayCall[WorkerMeasure]:
+        return self._call("measure", probe)
+
+    def retire(self, patience_seconds: float) -> None:
+        try:
+            ray.get(self._actor.leave.remote(), timeout=patience_seconds)
+        except GetTimeoutError:
+            self.kill()
+        except RayError:
+            # That it is gone is all the answer there is.
+            pass
 
     def load(self, plan: StagePlan) -> RayCall[StageDescription]:
         return self._call("load", plan)
@@ -104,8 +136,20 @@ class RayPool:
     def spares(self) -> tuple[WorkerInfo, ...]:
         return self._spares.infos
 
-    def take(self) -> RayWorker:
-        return self._spares.take()
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        fit = [node["NodeID"] for node in alive if node["Resources"].get("CPU", 0) >= self._num_threads]
+        return tuple(node for node in fit if node not in self._spares.vacated)
+
+    def vacate(self, node: str) -> None:
+        self._spares.vacate(node)
+
+    def readmit(self, node: str) -> None:
+        self._spares.readmit(node)
+
+    def take(self, busy: Mapping[str, int]) -> RayWorker:
+        return self._spares.take(busy)
 
     def keep_spares(self, nodes: Iterable[str]) -> None:
         self._spares.keep(nodes)
@@ -118,7 +162,9 @@ class RayPool:
     def _spawn(self, node: str | None) -> RayWorker:
         self._num_spawned += 1
         name = f"worker-{self._num_spawned}"
-        actor_class = ray.remote(StageProcess).options(**actor_options(self._num_threads, node))
+        actor_class = ray.remote(StageProcess).options(
+            **actor_options(self._num_threads, node, avoid=self._spares.vacated)
+        )
         actor = actor_class.remote(name, self._num_threads, self._hearts_place, self._beat_seconds)
         return RayWorker(name, actor, pulse=Pulse(self._hearts, name, self._beat_seconds), node=node)
 

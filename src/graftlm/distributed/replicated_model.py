@@ -16,12 +16,12 @@ from graftlm.distributed.replica_residency import ReplicaResidency
 from graftlm.distributed.replica_set import ReplicaSet
 from graftlm.engine.adapter_loader import ReadWeights
 from graftlm.engine.cache_plan import DEFAULT_KV_CACHE_BYTES, plan_cache
-from graftlm.engine.executor import WorkerInfo
+from graftlm.engine.executor import BetweenSteps, MovedStage, WorkerInfo
 from graftlm.engine.load_options import choose_dtype
 from graftlm.engine.memory import available_bytes
 from graftlm.engine.metrics import EngineMetrics
 from graftlm.engine.residency import Residency
-from graftlm.errors import ConfigurationError
+from graftlm.errors import ConfigurationError, DrainFailed
 from graftlm.models.base_weights import CheckpointWeights
 from graftlm.models.cache_layout import cache_shapes, cache_windows
 from graftlm.models.decoder import Decoder
@@ -74,6 +74,12 @@ class ReplicatedModel:
     @property
     def num_lost_workers(self) -> int:
         return 0 if self._replicas is None else self._replicas.num_lost_workers
+
+    # Replicas stay where they are, with all layers.
+    num_moves = 0
+
+    def drain(self, target: str, between_steps: BetweenSteps) -> tuple[MovedStage, ...]:
+        raise DrainFailed("replicas cannot be drained", got=target, do="start a server with fewer, or with workers")
 
     def runner(
         self,

@@ -29,6 +29,7 @@ from graftlm.distributed.messages import (
 )
 from graftlm.distributed.patch_shard import PatchShard
 from graftlm.engine.load_options import choose_dtype, load_policy
+from graftlm.engine.memory import available_bytes
 from graftlm.engine.scheduler import ScheduledSequence
 from graftlm.engine.span_runner import SpanRunner
 from graftlm.errors import AdapterError, GraftError
@@ -40,6 +41,7 @@ from graftlm.models.build import build_span
 from graftlm.models.cache_layout import cache_windows, farthest_group
 from graftlm.models.layer_span import LayerSpan
 from graftlm.models.layout import lay_out
+from graftlm.models.quantized_cache import open_quantized_cache
 from graftlm.models.read import read_spec
 from graftlm.models.tensor_share import share_model
 from graftlm.models.whole_weights import WholeWeights
@@ -71,12 +73,17 @@ class Stage:
         self._collective = collective
         dtype, device = choose_dtype(config.dtype, self._checkpoint), torch.device("cpu")
         policy = load_policy(config, self._checkpoint)
+        cache = None
+        # Ranks have cut matrices, which are nobody else's.
+        if config.quantization_cache and collective is None:
+            cache = open_quantized_cache(self._checkpoint, policy, dtype=dtype, device=device, span=plan.span)
         self._span = build_span(
             self._checkpoint,
             plan.span,
             dtype=dtype,
             device=device,
             policy=policy,
+            cache=cache,
             kernels=self._kernels,
             collective=collective,
         )
@@ -99,7 +106,8 @@ class Stage:
         self._ended = time.perf_counter()
 
     def describe(self) -> StageDescription:
-        return StageDescription(node=platform.node(), pid=os.getpid())
+        device = torch.device("cpu")
+        return StageDescription(node=platform.node(), pid=os.getpid(), free_bytes=available_bytes(device))
 
     def begin(self, epoch: int) -> None:
         """Start an epoch; steps of earlier ones are refused from now on. What is in the cache stays: those that are

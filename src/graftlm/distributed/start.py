@@ -13,28 +13,34 @@ from graftlm.adapters import LoadedAdapter
 from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
 from graftlm.distributed.activation_journal import journal_bytes_per_token
+from graftlm.distributed.chain_bytes import chain_bytes
 from graftlm.distributed.gang import GangPool
-from graftlm.distributed.messages import StagePlan
-from graftlm.distributed.partition import balanced_spans, end_weights, explicit_spans, layer_weights
+from graftlm.distributed.messages import StagePlan, WorkerMeasure
+from graftlm.distributed.partition import capacities, chain_work, explicit_spans, spans_of
 from graftlm.distributed.pipeline import PipelineExecutor
+from graftlm.distributed.probe import Probe
+from graftlm.distributed.ray_node import ALONE, LOOPBACK
 from graftlm.distributed.replica_residency import ReplicaResidency
 from graftlm.distributed.replicated_model import ReplicatedModel
-from graftlm.distributed.worker import WorkerPool
+from graftlm.distributed.span_balance import SpanBalance
+from graftlm.distributed.worker import Worker, WorkerLost, WorkerPool
 from graftlm.engine.cache_plan import plan_cache
 from graftlm.engine.load_options import choose_dtype
 from graftlm.engine.residency import Residency
 from graftlm.engine.served_model import ServedModel
-from graftlm.errors import ConfigurationError
+from graftlm.errors import ConfigurationError, EngineClosed
 from graftlm.models.base_weights import CheckpointWeights
 from graftlm.models.cache_layout import cache_shapes, cache_windows
 from graftlm.models.divide import check_divisible
-from graftlm.models.layer_span import LayerSpan
 from graftlm.models.layout import ModelLayout, lay_out
 from graftlm.models.read import read_spec
 from graftlm.models.spec import ModelSpec
 from graftlm.models.tensor_share import share_model
+from graftlm.routing.spans import best_bounds
 
 _CPU = torch.device("cpu")
+# Starting a process and importing torch, on a machine that is busy with it.
+START_SECONDS = 900.0
 
 
 def serve_on_ray(config: EngineConfig, checkpoint: Checkpoint, residency: Residency[LoadedAdapter]) -> ServedModel:
@@ -68,9 +74,11 @@ def residency_on_replicas(config: EngineConfig) -> ReplicaResidency:
 
 @contextmanager
 def _importing_ray(config: EngineConfig) -> Iterator[None]:
-    if config.ray_address is None:
-        # Ray reads it when it is imported. Off, the node's address is 127.0.0.1, and nothing listens on any other.
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    address = config.ray_address
+    if address is None or address.rpartition(":")[0] in LOOPBACK:
+        # Ray reads it when it is imported. The node's address is 127.0.0.1 then, and nothing listens on any other.
+        for name, value in ALONE.items():
+            os.environ.setdefault(name, value)
     try:
         yield
     except ImportError as cause:
@@ -87,6 +95,7 @@ def serve_on_workers(
     Raises:
         ConfigurationError, CheckpointError
     """
+    workers: tuple[Worker, ...] = ()
     try:
         if config.device not in ("auto", "cpu"):
             raise ConfigurationError("workers compute on the CPU", got=config.device, allowed="auto, cpu")
@@ -102,21 +111,31 @@ def serve_on_workers(
             device=_CPU,
             journal_bytes=_journal_bytes(config, spec, dtype),
         )
-        spans = _spans(config, layout)
+        if config.tensor_parallel > 1:
+            pool = GangPool(pool, config.tensor_parallel)
+        work = chain_work(layout)
+        memory = chain_bytes(config, checkpoint, spec, work, plan.num_blocks)
+        if config.worker_layers:
+            spans = explicit_spans(config.worker_layers, len(layout.layers))
+        else:
+            workers, measures = _measured(pool, config, Probe.of(layout, dtype))
+            spans = spans_of(best_bounds(work, capacities(measures), memory=memory))
         for span in spans:
             check_divisible(spec, span)
         # One of its own: this one is closed once everything has been read.
         base = CheckpointWeights(open_checkpoint(config.model))
     except BaseException:
+        for worker in workers:
+            worker.kill()
         pool.close()
         raise
-    if config.tensor_parallel > 1:
-        pool = GangPool(pool, config.tensor_parallel)
     stages = [StagePlan(config=config, span=span, num_blocks=plan.num_blocks) for span in spans]
     return ServedModel(
         executor=PipelineExecutor(
             pool,
             stages,
+            workers=workers,
+            balance=SpanBalance(work, memory) if config.rebalance else None,
             residency=residency,
             depth=config.steps_in_flight or config.num_stages,
             patience_seconds=config.worker_timeout_seconds,
@@ -144,8 +163,22 @@ def _journal_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) ->
     return (config.num_stages - 1) * journal_bytes_per_token(spec.hidden_size, dtype)
 
 
-def _spans(config: EngineConfig, layout: ModelLayout) -> tuple[LayerSpan, ...]:
-    if config.worker_layers:
-        return explicit_spans(config.worker_layers, len(layout.layers))
-    before, after = end_weights(layout)
-    return balanced_spans(layer_weights(layout), config.num_stages, before=before, after=after)
+def _measured(
+    pool: WorkerPool, config: EngineConfig, probe: Probe
+) -> tuple[tuple[Worker, ...], tuple[WorkerMeasure, ...]]:
+    """A worker for each stage, and what it can do.
+
+    Raises:
+        EngineClosed: one is lost.
+    """
+    workers: list[Worker] = []
+    try:
+        workers.extend(pool.take({}) for _ in range(config.num_stages))
+        calls = [worker.measure(probe) for worker in workers]
+        return tuple(workers), tuple(call.result(START_SECONDS) for call in calls)
+    except BaseException as error:
+        for worker in workers:
+            worker.kill()
+        if isinstance(error, WorkerLost):
+            raise EngineClosed(f"a worker was lost while it started: {error}", do="look at its node's logs") from error
+        raise

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from graftlm.distributed.messages import AdapterRecipe, StageDescription, StagePlan, StageReply, StageStep
+from graftlm.distributed.messages import (
+    AdapterRecipe,
+    StageDescription,
+    StagePlan,
+    StageReply,
+    StageStep,
+    WorkerMeasure,
+)
+from graftlm.distributed.probe import Probe
 from graftlm.engine.executor import WorkerInfo
 
 Answer_co = TypeVar("Answer_co", covariant=True)
@@ -48,8 +56,12 @@ class Worker(Protocol):
     @property
     def id(self) -> str: ...
 
+    def measure(self, probe: Probe) -> Call[WorkerMeasure]:
+        """How fast it is, and what memory there is. Asked before it loads anything."""
+        ...
+
     def load(self, plan: StagePlan) -> Call[StageDescription]:
-        """Make a stage, which the other calls go to."""
+        """Make a stage, which the other calls go to. It takes the place of the one that was there."""
         ...
 
     def begin(self, epoch: int) -> Call[None]: ...
@@ -66,6 +78,10 @@ class Worker(Protocol):
         """
         ...
 
+    def retire(self, patience_seconds: float) -> None:
+        """Have the process end as soon as it has done what it was asked; it is killed if that takes longer."""
+        ...
+
     def kill(self) -> None:
         """End the process, however it is. May be called twice."""
         ...
@@ -78,8 +94,24 @@ class WorkerPool(Protocol):
         """A new place where that many workers can meet, for `RankPlace`."""
         ...
 
-    def take(self) -> Worker:
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Where it could have workers."""
+        ...
+
+    def vacate(self, node: str) -> None:
+        """Have no spares on a node, and start nothing there from now on."""
+        ...
+
+    def readmit(self, node: str) -> None:
+        """Undo `vacate`."""
+        ...
+
+    def take(self, busy: Mapping[str, int]) -> Worker:
         """A worker that has loaded nothing, as soon as can be.
+
+        Args:
+            busy: node -> stages there; of several spares the one with the fewest beside it is taken.
 
         Raises:
             WorkerLost: none can be had.

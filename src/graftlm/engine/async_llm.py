@@ -22,7 +22,7 @@ from graftlm.engine.background_thread import background_thread
 from graftlm.engine.base import Base
 from graftlm.engine.completion_rate import CompletionRate
 from graftlm.engine.engine import Engine
-from graftlm.engine.executor import WorkerInfo
+from graftlm.engine.executor import MovedStage, WorkerInfo
 from graftlm.engine.job import Job
 from graftlm.engine.memory import return_free_memory
 from graftlm.engine.metrics import EngineNumbers, EngineState
@@ -104,6 +104,25 @@ class AsyncLLM:
     def num_lost_workers(self) -> int:
         """Workers that died or did not answer, and were replaced."""
         return self._open().num_lost_workers
+
+    @property
+    def num_moves(self) -> int:
+        """Times that a worker's layers went to another, or became others, though none was lost."""
+        return self._open().num_moves
+
+    async def drain(self, target: str) -> tuple[MovedStage, ...]:
+        """Have a worker's layers, or all of a node's, in other processes, and end those that had them. Requests go on
+        while the layers are read there, and pause until what they had computed is computed anew.
+
+        Args:
+            target: the id of a worker or of a node, as `workers` has them; a node's may be cut short.
+
+        Raises:
+            ObjectNotFound: neither has this id.
+            DrainFailed: there is nowhere else to go; nothing has changed then.
+            EngineClosed
+        """
+        return await asyncio.to_thread(self._open().drain, target, self._between_steps)
 
     @property
     def is_running(self) -> bool:
@@ -459,6 +478,23 @@ class AsyncLLM:
         # Once it has ended, `shutdown` takes what it left.
         if self._thread.is_alive():
             await done.wait()
+
+    def _between_steps(self, act: Callable[[], None]) -> None:
+        """Have the engine's thread do something, from another one, and wait for it.
+
+        Raises:
+            EngineClosed
+        """
+        done = threading.Event()
+
+        def act_and_tell() -> None:
+            act()
+            done.set()
+
+        self._commands.put(act_and_tell)
+        while not done.wait(1.0):
+            if not self._thread.is_alive():
+                raise _closed()
 
     def _abort(self, request_id: str) -> None:
         def abort() -> None:

@@ -26,7 +26,7 @@ from graftlm.adapters.weighted import combine_weights, is_weighted
 from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
 from graftlm.engine.base import Base, load_text
-from graftlm.engine.executor import WorkerInfo
+from graftlm.engine.executor import BetweenSteps, MovedStage, WorkerInfo
 from graftlm.engine.job import Job
 from graftlm.engine.metrics import EngineMetrics, EngineState
 from graftlm.engine.name_locks import NameLocks
@@ -126,6 +126,19 @@ class Engine:
     @property
     def num_lost_workers(self) -> int:
         return self._model.num_lost_workers
+
+    @property
+    def num_moves(self) -> int:
+        """Times that a worker's layers went to another, or became others, though none was lost."""
+        return self._model.num_moves
+
+    def drain(self, target: str, between_steps: BetweenSteps) -> tuple[MovedStage, ...]:
+        """Have a worker's layers, or all of a node's, in other processes. In a thread of its own, beside the steps.
+
+        Raises:
+            ObjectNotFound, DrainFailed, CheckpointError
+        """
+        return self._model.drain(target, between_steps)
 
     def close(self) -> None:
         """Let go of threads, and of everything outside this process. May be called twice."""

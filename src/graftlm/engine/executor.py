@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -15,7 +15,7 @@ from graftlm.engine.residency import Residency
 from graftlm.engine.scheduler import Replay, ScheduledSequence
 from graftlm.engine.span_runner import SpanRunner
 from graftlm.engine.stage_range import StageRange
-from graftlm.errors import AdapterError
+from graftlm.errors import AdapterError, ObjectNotFound
 
 WorkerState = Literal["running", "spare", "lost"]
 
@@ -68,6 +68,21 @@ class WorkerInfo:
     load: WorkerLoad | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class MovedStage:
+    """Layers [start, stop) that went from one worker to another. node, pid: where they are now."""
+
+    layers: tuple[int, int]
+    worker: str
+    to: str
+    node: str
+    pid: int
+
+
+# Runs something while no step is being submitted or ended, and returns once that is done.
+BetweenSteps = Callable[[Callable[[], None]], None]
+
+
 class CacheLost(Exception):
     """Neither this step nor one after it was computed, and keys and values of earlier ones may be gone: `recover` says
     where."""
@@ -111,6 +126,26 @@ class Executor(Protocol):
     @property
     def num_lost_workers(self) -> int:
         """Workers that died or did not answer, so far. May be read from any thread."""
+        ...
+
+    @property
+    def num_moves(self) -> int:
+        """Times that a worker's layers went to another, or became others, though none was lost, so far. May be read
+        from any thread."""
+        ...
+
+    def drain(self, target: str, between_steps: BetweenSteps) -> tuple[MovedStage, ...]:
+        """Have a worker's layers, or all of a node's, in other processes, and end those that had them. Called in a
+        thread of its own; steps go on until the layers have been read, and again after that: the next one raises
+        `CacheLost`, and requests go on as after a loss.
+
+        Args:
+            target: a worker's id, a node's, or how a node's begins.
+
+        Raises:
+            ObjectNotFound: nothing is called so.
+            DrainFailed, CheckpointError: nothing has moved then.
+        """
         ...
 
     def submit(self, sequences: Sequence[ScheduledSequence], replays: Sequence[Replay] = ()) -> StepInFlight:
@@ -161,10 +196,14 @@ class LocalExecutor:
     depth = 1
     workers: tuple[WorkerInfo, ...] = ()
     num_lost_workers = 0
+    num_moves = 0
 
     def __init__(self, runner: SpanRunner, residency: Residency[LoadedAdapter]) -> None:
         self._runner = runner
         self._residency = residency
+
+    def drain(self, target: str, between_steps: BetweenSteps) -> tuple[MovedStage, ...]:
+        raise ObjectNotFound("there is no such worker: the model is in this process", got=target)
 
     def submit(self, sequences: Sequence[ScheduledSequence], replays: Sequence[Replay] = ()) -> ComputedStep:
         if replays:

@@ -13,7 +13,7 @@ from torch import Tensor
 from graftlm.adapters import Adapter, AdapterChoice, choice_name
 from graftlm.config import EngineConfig
 from graftlm.engine.engine import Engine
-from graftlm.engine.executor import WorkerInfo
+from graftlm.engine.executor import MovedStage, WorkerInfo
 from graftlm.engine.memory import return_free_memory
 from graftlm.engine.metrics import EngineNumbers
 from graftlm.engine.outputs import OutputCollector, RequestFailure, RequestOutput
@@ -61,6 +61,24 @@ class LLM:
     def num_lost_workers(self) -> int:
         """Workers that died or did not answer, and were replaced."""
         return self._open().num_lost_workers
+
+    @property
+    def num_moves(self) -> int:
+        """Times that a worker's layers went to another, or became others, though none was lost."""
+        return self._open().num_moves
+
+    def drain(self, target: str) -> tuple[MovedStage, ...]:
+        """Have a worker's layers, or all of a node's, in other processes, and end those that had them.
+
+        Args:
+            target: the id of a worker or of a node, as `workers` has them; a node's may be cut short.
+
+        Raises:
+            ObjectNotFound: neither has this id.
+            DrainFailed: there is nowhere else to go; nothing has changed then.
+        """
+        with self._running() as engine:
+            return engine.drain(target, lambda act: act())
 
     @property
     def num_free_blocks(self) -> int:

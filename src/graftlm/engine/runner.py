@@ -11,7 +11,7 @@ from graftlm.adapters import Adapter, AdapterRegistry, LoadedAdapter
 from graftlm.config import EngineConfig
 from graftlm.engine.adapter_loader import ReadWeights
 from graftlm.engine.cache_plan import CachePlan
-from graftlm.engine.executor import WorkerInfo
+from graftlm.engine.executor import BetweenSteps, MovedStage, WorkerInfo
 from graftlm.engine.job import Job
 from graftlm.engine.metrics import EngineMetrics
 from graftlm.engine.outputs import RequestFailure, RequestOutput
@@ -83,6 +83,13 @@ class ComputableModel(Protocol):
 
     @property
     def num_lost_workers(self) -> int: ...
+
+    @property
+    def num_moves(self) -> int: ...
+
+    def drain(self, target: str, between_steps: BetweenSteps) -> tuple[MovedStage, ...]:
+        """As `Executor.drain`."""
+        ...
 
     def runner(
         self,

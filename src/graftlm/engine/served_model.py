@@ -14,7 +14,7 @@ from graftlm.engine.block_pool import BlockPool
 from graftlm.engine.cache_blocks import CacheBlocks, CacheGroup
 from graftlm.engine.cache_plan import CachePlan, plan_cache
 from graftlm.engine.core import EngineCore
-from graftlm.engine.executor import Executor, LocalExecutor, WorkerInfo
+from graftlm.engine.executor import BetweenSteps, Executor, LocalExecutor, MovedStage, WorkerInfo
 from graftlm.engine.load_options import choose_device
 from graftlm.engine.metrics import EngineMetrics
 from graftlm.engine.policy import FairShare, FirstComeFirstServed
@@ -52,6 +52,14 @@ class ServedModel:
     @property
     def num_lost_workers(self) -> int:
         return self.executor.num_lost_workers
+
+    @property
+    def num_moves(self) -> int:
+        return self.executor.num_moves
+
+    def drain(self, target: str, between_steps: BetweenSteps) -> tuple[MovedStage, ...]:
+        """As `Executor.drain`."""
+        return self.executor.drain(target, between_steps)
 
     def runner(
         self,

@@ -103,21 +103,24 @@ def build_span(
     dtype: torch.dtype,
     device: torch.device,
     policy: LoadPolicy | None = None,
+    cache: QuantizedCache | None = None,
     kernels: Kernels = REFERENCE,
     collective: Collective | None = None,
 ) -> DecoderSpan:
     """Assemble some layers of a checkpoint's decoder. All tensors are checked, and no others' weights are read.
 
     Args:
-        policy, kernels: as `build_decoder`.
+        policy, kernels: as `build_decoder`. cache: the same, of these layers.
         collective: the ranks that share these layers out by tensors, if any do; built is this rank's share.
 
     Raises:
         CheckpointError: as `build_decoder`.
         ConfigurationError: the layers cannot be divided in this way.
     """
-    builder = _builder(checkpoint, dtype, device, policy, None, kernels, collective)
+    builder = _builder(checkpoint, dtype, device, policy, cache, kernels, collective)
     decoder = builder.span(span)
+    if cache is not None:
+        cache.save()
     builder.report()
     return decoder
 

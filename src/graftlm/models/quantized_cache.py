@@ -27,6 +27,7 @@ from graftlm.checkpoint.file_identity import FileIdentity
 from graftlm.checkpoint.mapped_tensors import MappedTensors
 from graftlm.checkpoint.safetensors_writer import PendingTensor, write_safetensors
 from graftlm.errors import CheckpointError
+from graftlm.models.layer_span import LayerSpan
 from graftlm.quantization import Weight
 from graftlm.quantization.format import StorableWeight, WeightFormat
 from graftlm.quantization.methods import read_quantization_config
@@ -160,7 +161,12 @@ class QuantizedCache:
 
 
 def open_quantized_cache(
-    checkpoint: Checkpoint, policy: LoadPolicy, *, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    policy: LoadPolicy,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    span: LayerSpan | None = None,
 ) -> QuantizedCache | None:
     """A checkpoint's cache in `default_cache_folder()`; None where nothing is quantised, or its files cannot be read.
 
@@ -169,6 +175,7 @@ def open_quantized_cache(
     Args:
         policy: what is quantised, and to what.
         dtype: the compute dtype, to which matrices are rounded before they are quantised.
+        span: whose matrices it is to have, if not all: an entry is whole or is not used.
     """
     if policy.quantization is None:
         return None
@@ -189,6 +196,8 @@ def open_quantized_cache(
         "dtype": str(dtype),
         "device": device.type,
     }
+    if span is not None and not (span.is_first and span.is_last):
+        decides["layers"] = [span.start, span.stop]
     key = hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:32]
     config = WRITTEN_FORMATS[policy.quantization].config([], str(dtype).removeprefix("torch."))
     return QuantizedCache(folder, key, read_quantization_config(config), sources=checkpoint.weight_files)

@@ -1,149 +1,185 @@
-"""Which layers a worker takes, where a cluster has more of them than one chain. No torch.
+"""Which layers each worker of a chain takes: at the start by what the workers can do, later by what they have done.
 
-What a layer is worth is what limits the requests through it: of the base and of each adapter in demand, the tokens per
-second that the layer's holders can compute over those that are asked for, the least.
+In a chain every layer has exactly one holder, and that one has of each adapter what concerns its layers. So no move can
+leave a layer, or an adapter at one, without a holder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from itertools import accumulate, pairwise
 
-# A move has to raise the bottleneck by this much, and to be the best one in so many checks one after the other.
+from graftlm.errors import ConfigurationError
+
+# A move has to shorten a step by this much, and to do so in so many checks one after the other.
 MIN_GAIN = 1.25
 CHECKS = 3
+# Speeds are told apart in such steps: a probe's noise is no difference.
+SPEED_STEP = Fraction(3, 2)
+
+Bounds = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpanHolder:
-    """A worker with layers [start, stop). layers_per_second: tokens times layers. adapters: digests it has."""
+class ChainWeights:
+    """What the layers of a model weigh, in work or in bytes.
 
-    worker_id: str
-    start: int
-    stop: int
-    layers_per_second: float
-    adapters: frozenset[str] = frozenset()
+    before, after: what the first worker bears besides its layers, and the last.
+    """
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Of each of its layers, if all are asked for alike."""
-        return self.layers_per_second / (self.stop - self.start)
+    layers: tuple[int, ...]
+    before: int
+    after: int
 
-    def holds(self, layer: int) -> bool:
-        return self.start <= layer < self.stop
+    @cached_property
+    def _sums(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.layers))
 
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterDemand:
-    """Tokens per second that are asked of an adapter, and the layers [start, stop) that it touches."""
-
-    tokens_per_second: float
-    start: int
-    stop: int
-
-
-Demands = Mapping[str, AdapterDemand]
+    def of(self, start: int, stop: int) -> int:
+        """Of a worker with layers [start, stop)."""
+        ends = (self.before if start == 0 else 0) + (self.after if stop == len(self.layers) else 0)
+        return self._sums[stop] - self._sums[start] + ends
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpanMove:
-    """A worker leaves its layers for [start, stop)."""
+class Capacity:
+    """What a worker can take. speed: work per time, in any unit that is the same for all. memory_bytes: for its layers;
+    None if that is no question."""
 
-    worker_id: str
-    start: int
-    stop: int
+    speed: Fraction
+    memory_bytes: int | None = None
 
 
-def layer_values(
-    holders: Sequence[SpanHolder], demands: Demands, *, num_layers: int, base_tokens_per_second: float
-) -> list[float]:
-    """Of each layer, how many times what is asked of it could be computed.
+def stepped_speeds(seconds: Sequence[float]) -> list[Fraction]:
+    """Speeds of workers that took so long for the same, relative to the fastest and rounded to powers of `SPEED_STEP`:
+    what is no slower than 1.22 times counts as equal, so that equal machines get equal shares every time."""
+    fastest = min(seconds)
+    speeds = []
+    for own in seconds:
+        speed, edge = Fraction(1), SPEED_STEP**0.5
+        while own / fastest > edge:
+            speed, edge = speed / SPEED_STEP, edge * float(SPEED_STEP)
+        speeds.append(speed)
+    return speeds
+
+
+def best_bounds(work: ChainWeights, capacities: Sequence[Capacity], *, memory: ChainWeights) -> Bounds:
+    """Where each worker's layers begin, and the end: the slowest worker is as fast as can be, and none has more bytes
+    than memory.
 
     Args:
-        demands: by digest. base_tokens_per_second: asked of the base itself; adapters need it too, and count on top.
+        capacities: of the workers, in the chain's order. memory: what layers weigh in bytes.
+
+    Raises:
+        ConfigurationError: there are more workers than layers, or they have too little memory.
     """
-    total = base_tokens_per_second + sum(demand.tokens_per_second for demand in demands.values())
-    values = []
-    for layer in range(num_layers):
-        here = [holder for holder in holders if holder.holds(layer)]
-        value = _ratio(sum(holder.tokens_per_second for holder in here), total)
-        for digest, demand in demands.items():
-            if demand.start <= layer < demand.stop:
-                able = sum(holder.tokens_per_second for holder in here if digest in holder.adapters)
-                value = min(value, _ratio(able, demand.tokens_per_second))
-        values.append(value)
-    return values
-
-
-def uncovered(holders: Sequence[SpanHolder], demands: Demands, *, num_layers: int) -> set[tuple[int, str | None]]:
-    """Layers without a holder, and adapters in demand without one for a layer that they touch; None is the base."""
-    missing: set[tuple[int, str | None]] = set()
-    for layer in range(num_layers):
-        here = [holder for holder in holders if holder.holds(layer)]
-        if not here:
-            missing.add((layer, None))
-        for digest, demand in demands.items():
-            touched = demand.start <= layer < demand.stop and demand.tokens_per_second > 0
-            if touched and not any(digest in holder.adapters for holder in here):
-                missing.add((layer, digest))
-    return missing
-
-
-def best_start(values: Sequence[float], length: int) -> int:
-    """Where a worker that takes so many layers is needed most: the window whose values, the least first, are the
-    smallest.
-
-    Source: Petals' block selection, over values that see adapters.
-    """
-    starts = range(len(values) - length + 1)
-    return min(starts, key=lambda start: (sorted(values[start : start + length]), start))
+    num_layers = len(work.layers)
+    if len(capacities) > num_layers:
+        raise ConfigurationError(
+            "there are more workers than layers", got=len(capacities), allowed=f"1 to {num_layers}"
+        )
+    # best[stop]: the time of the slowest of the workers so far, which end there, and where each begins.
+    best: dict[int, tuple[Fraction, Bounds]] = {0: (Fraction(0), (0,))}
+    for index, capacity in enumerate(capacities):
+        num_left = len(capacities) - index - 1
+        stops = range(index + 1, num_layers - num_left + 1) if num_left else (num_layers,)
+        reached: dict[int, tuple[Fraction, Bounds]] = {}
+        for stop in stops:
+            ways = [
+                (max(slowest, work.of(start, stop) / capacity.speed), (*bounds, stop))
+                for start, (slowest, bounds) in best.items()
+                if start < stop and _fits(memory.of(start, stop), capacity)
+            ]
+            if ways:
+                reached[stop] = min(ways)
+        best = reached
+    if num_layers not in best:
+        raise ConfigurationError(
+            "the workers do not have the memory for the model's layers and their KV cache",
+            got=f"{memory.of(0, num_layers)} bytes in all",
+            allowed=", ".join(str(capacity.memory_bytes) for capacity in capacities) + " bytes",
+            do="use more workers, lower kv_cache_bytes, quantise, or share the layers out yourself with worker_layers",
+        )
+    return best[num_layers][1]
 
 
 class SpanMover:
-    """Proposes one move at a time, and only one that has been the best for `CHECKS` checks.
+    """Says when the layers of a chain are to be shared out anew.
+
+    It goes by the time that each worker took for the same steps, which it takes to be in proportion to its layers. The
+    gain has to be there in `CHECKS` checks one after the other, the time in which workers reload counted. What was
+    tried is not tried again, so that it comes to rest if times are not in proportion after all.
 
     Args:
-        reload_seconds: in which a worker that moves computes nothing. horizon_seconds: for which a move has to pay.
+        horizon_seconds: for which a move has to pay.
     """
 
-    def __init__(self, *, num_layers: int, reload_seconds: float, horizon_seconds: float = 600.0) -> None:
-        self._num_layers = num_layers
-        self._kept = max(0.0, 1 - reload_seconds / horizon_seconds)
-        self._candidate: SpanMove | None = None
-        self._seen = 0
+    def __init__(self, work: ChainWeights, *, memory: ChainWeights, horizon_seconds: float = 600.0) -> None:
+        self._work = work
+        self._memory = memory
+        self._horizon_seconds = horizon_seconds
+        self._tried: set[Bounds] = set()
+        self._seen: list[Sequence[float]] = []
+
+    def forget(self) -> None:
+        """Other workers are in the chain: nothing was tried with these."""
+        self._tried.clear()
+        self._seen.clear()
 
     def check(
-        self, holders: Sequence[SpanHolder], demands: Demands, *, base_tokens_per_second: float
-    ) -> SpanMove | None:
-        """The move to make now, if there is one."""
-        move = self._best(holders, demands, base_tokens_per_second)
-        self._seen = self._seen + 1 if move is not None and move == self._candidate else int(move is not None)
-        self._candidate = move
-        if self._seen < CHECKS:
+        self,
+        bounds: Bounds,
+        seconds: Sequence[float],
+        *,
+        reload_seconds: float,
+        memory_bytes: Sequence[int | None],
+    ) -> Bounds | None:
+        """How the layers are to be shared out now; None if they stay.
+
+        Args:
+            bounds: how they are. seconds: of each worker, for the same steps since the last check. reload_seconds: what
+            a move takes. memory_bytes: of each worker, for its layers.
+        """
+        self._tried.add(bounds)
+        if self._better(bounds, seconds, reload_seconds, memory_bytes) is None:
+            self._seen.clear()
             return None
-        self._candidate, self._seen = None, 0
-        return move
+        self._seen.append(seconds)
+        if len(self._seen) < CHECKS:
+            return None
+        totals = [sum(each) for each in zip(*self._seen, strict=True)]
+        self._seen.clear()
+        return self._better(bounds, totals, reload_seconds, memory_bytes)
 
-    def _best(self, holders: Sequence[SpanHolder], demands: Demands, base: float) -> SpanMove | None:
-        def bottleneck(held: Sequence[SpanHolder]) -> float:
-            return min(layer_values(held, demands, num_layers=self._num_layers, base_tokens_per_second=base))
+    def _better(
+        self,
+        bounds: Bounds,
+        seconds: Sequence[float],
+        reload_seconds: float,
+        memory_bytes: Sequence[int | None],
+    ) -> Bounds | None:
+        if not all(own > 0 for own in seconds):
+            return None
+        # In nanoseconds: fractions of any float are long.
+        capacities = [
+            Capacity(speed=Fraction(self._work.of(*span), max(1, round(1e9 * own))), memory_bytes=limit)
+            for span, own, limit in zip(pairwise(bounds), seconds, memory_bytes, strict=True)
+        ]
+        try:
+            best = best_bounds(self._work, capacities, memory=self._memory)
+        except ConfigurationError:
+            # Memory has become scarce; what is loaded stays where it is.
+            return None
+        after = max(
+            self._work.of(*span) / capacity.speed for span, capacity in zip(pairwise(best), capacities, strict=True)
+        )
+        kept = max(0.0, 1 - reload_seconds / self._horizon_seconds)
+        pays = 1e9 * max(seconds) / float(after) * kept > MIN_GAIN
+        return best if pays and best not in self._tried else None
 
-        best, least = None, bottleneck(holders) * MIN_GAIN
-        floor = uncovered(holders, demands, num_layers=self._num_layers)
-        for index, holder in enumerate(holders):
-            others = [*holders[:index], *holders[index + 1 :]]
-            values = layer_values(others, demands, num_layers=self._num_layers, base_tokens_per_second=base)
-            length = holder.stop - holder.start
-            start = best_start(values, length)
-            moved = [*others, replace(holder, start=start, stop=start + length)]
-            # While it reloads it covers nothing, so what nobody else covers stays.
-            if not uncovered(others, demands, num_layers=self._num_layers) <= floor:
-                continue
-            after = bottleneck(moved) * self._kept
-            if after > least:
-                best, least = SpanMove(worker_id=holder.worker_id, start=start, stop=start + length), after
-        return best
 
-
-def _ratio(able: float, asked: float) -> float:
-    return able / asked if asked > 0 else float("inf")
+def _fits(num_bytes: int, capacity: Capacity) -> bool:
+    return capacity.memory_bytes is None or num_bytes <= capacity.memory_bytes

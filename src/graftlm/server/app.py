@@ -33,6 +33,7 @@ from graftlm.server.request_ids import RequestIds
 from graftlm.server.responses import response_routes
 from graftlm.server.status import status_routes
 from graftlm.server.tokenization import tokenization_routes
+from graftlm.server.workers import worker_routes
 from graftlm.text.tool_calls import named_format
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def create_app(
         fine_tuning_routes(llm, fine_tuning),
         adapter_routes(llm, sources),
         status_routes(llm, sources),
+        worker_routes(llm),
         page_routes(),
         not_offered_routes(),
     ):

@@ -12,14 +12,15 @@ from graftlm.engine.async_llm import AsyncLLM
 from graftlm.engine.tenant import Tenant
 
 _LONGEST_NOTED = 256
-NOT_ADMIN = "this API key may not manage adapters; do: use one with admin = true"
+NOT_ADMIN = "this API key may not manage adapters and workers; do: use one with admin = true"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
     """tenant: on whose account their requests run; None for each adapter's own.
     models: patterns such as `legal-*` for the names of the models they may use. Others do not exist for them.
-    is_admin: may load and unload adapters. reads_metrics: may read /metrics, which names every model.
+    is_admin: may load and unload adapters, and drain workers if they may use all models.
+    reads_metrics: may read /metrics, which names every model.
     """
 
     tenant: Tenant | None
@@ -64,7 +65,7 @@ def resolve_model(connection: HTTPConnection, llm: AsyncLLM, model: str) -> str 
 
 
 def require_admin(connection: HTTPConnection) -> None:
-    """A dependency of routes. Raises HTTPException: 403, the caller may not manage adapters."""
+    """A dependency of routes. Raises HTTPException: 403, the caller may not manage adapters and workers."""
     if not caller_of(connection).is_admin:
         raise HTTPException(403, NOT_ADMIN)
 
@@ -73,3 +74,11 @@ def require_metrics(connection: HTTPConnection) -> None:
     """A dependency of routes. Raises HTTPException: 403, the caller may not read metrics."""
     if not caller_of(connection).reads_metrics:
         raise HTTPException(403, "this API key may not read metrics; do: use one with metrics = true")
+
+
+def require_operator(connection: HTTPConnection) -> None:
+    """A dependency of routes that concern everybody. Raises HTTPException: 403, the caller is no admin, or one of some
+    models only."""
+    require_admin(connection)
+    if "*" not in caller_of(connection).models:
+        raise HTTPException(403, 'this API key is for some models only; do: use an admin\'s with models = ["*"]')

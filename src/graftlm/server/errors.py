@@ -26,6 +26,7 @@ from graftlm.errors import (
     AdapterUnsupported,
     ContextLengthExceeded,
     DeadlineExceeded,
+    DrainFailed,
     EngineClosed,
     EngineOverloaded,
     GraftError,
@@ -59,6 +60,7 @@ STATUS_AND_CODE: Mapping[type[Exception], tuple[int, str | None]] = {
     EngineOverloaded: (429, "engine_overloaded"),
     DeadlineExceeded: (504, "deadline_exceeded"),
     StepFailed: (500, "step_failed"),
+    DrainFailed: (409, "drain_failed"),
 }
 CODE_OF_STATUS: Mapping[int, str] = {
     401: "invalid_api_key",

@@ -135,6 +135,10 @@ GAUGES = (
 WORKER = "worker"
 WORKERS = ("graft_workers", "Processes that compute for the engine, by state: running or spare.")
 LOST_WORKERS = ("graft_workers_lost", "Workers that died or did not answer, and were replaced.")
+MOVES = (
+    "graft_worker_moves",
+    "Times that a worker's layers went to another, or became others, though none was lost.",
+)
 WORKER_STATE = ("graft_worker_up", "1 for every worker that has layers; they are in its labels.")
 WORKER_SERIES = (
     WorkerSeries(name="graft_worker_steps", kind="counter", text="Steps of a stage.", read=lambda work: work.num_steps),
@@ -205,6 +209,7 @@ def metric_table() -> Iterator[tuple[str, str, str, str]]:
         yield gauge.name, "gauge", "", gauge.text
     yield WORKERS[0], "gauge", "state", WORKERS[1]
     yield f"{LOST_WORKERS[0]}_total", "counter", "", LOST_WORKERS[1]
+    yield f"{MOVES[0]}_total", "counter", "", MOVES[1]
     yield WORKER_STATE[0], "gauge", "worker, node, layers, rank", WORKER_STATE[1]
     for worker in WORKER_SERIES:
         name = f"{worker.name}_total" if worker.kind == "counter" else worker.name
@@ -245,6 +250,7 @@ class EngineCollector(Collector):
         for gauge in GAUGES:
             yield GaugeMetricFamily(gauge.name, gauge.text, value=gauge.read(state))
         yield CounterMetricFamily(*LOST_WORKERS, value=self._llm.num_lost_workers)
+        yield CounterMetricFamily(*MOVES, value=self._llm.num_moves)
         yield from _series_of_workers(self._llm.workers)
 
 

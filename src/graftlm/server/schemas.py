@@ -448,3 +448,9 @@ class UnloadAdapterRequest(Strict):
 
     # Not vLLM's: end running requests instead of letting them finish.
     force: bool | None = None
+
+
+class DrainWorkerRequest(Strict):
+    """Body of POST /v1/drain_worker. worker: its id, or a node's, as /status shows them."""
+
+    worker: Annotated[Text, Field(min_length=1, max_length=_LONGEST_NAME)]

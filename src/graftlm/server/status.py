@@ -65,7 +65,8 @@ class WorkerStatus(TypedDict):
 
 class EngineStatus(TypedDict):
     """num_running, num_waiting: answers. requests: the oldest unfinished ones. kv_cache_usage: from 0 to 1.
-    workers: none when the engine computes in the server's process. num_lost_workers: that were replaced so far."""
+    workers: none when the engine computes in the server's process. num_lost_workers: that were replaced so far.
+    num_moves: times that a worker's layers went to another, or became others, though none was lost."""
 
     num_running: int
     num_waiting: int
@@ -75,6 +76,7 @@ class EngineStatus(TypedDict):
     max_adapter_bytes: int
     workers: list[WorkerStatus]
     num_lost_workers: int
+    num_moves: int
 
 
 class ServerStatus(TypedDict):
@@ -114,6 +116,7 @@ def _engine_status(llm: AsyncLLM) -> EngineStatus:
         "max_adapter_bytes": llm.config.adapter_memory_bytes,
         "workers": [_worker_status(worker) for worker in llm.workers],
         "num_lost_workers": llm.num_lost_workers,
+        "num_moves": llm.num_moves,
     }
 
 

@@ -11,36 +11,31 @@ from graftlm.models.layout import ModelLayout
 
 # Rows of a step that decodes for several requests.
 NUM_ROWS = 16
-REPEATS = 5
-# Of the matrix; more tells nothing new.
-MAX_BYTES = 32 << 20
+# Of the matrix: more than most caches hold, and a product with it is over before others get their turn on the core.
+MATRIX_BYTES = 8 << 20
+# All repeats together: some of them are not disturbed.
+TOTAL_SECONDS = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A product with a matrix [out_features, in_features]."""
+    """Products of `NUM_ROWS` rows with a matrix of `MATRIX_BYTES`. in_features: how wide both are."""
 
     in_features: int
-    out_features: int
     dtype: torch.dtype
 
     @staticmethod
     def of(layout: ModelLayout, dtype: torch.dtype) -> Probe:
-        """The largest product of the first layer, or as much of it as `MAX_BYTES` hold."""
-        linears = layout.layers[0].linears.values()
-        sizes = [(linear.in_features, sum(module.rows for module in linear.modules)) for linear in linears]
-        in_features, out_features = max(sizes, key=lambda size: size[0] * size[1])
-        most = max(1, MAX_BYTES // (in_features * dtype.itemsize))
-        return Probe(in_features=in_features, out_features=min(out_features, most), dtype=dtype)
+        """As wide as what the first layer computes with."""
+        return Probe(in_features=max(each.in_features for each in layout.layers[0].linears.values()), dtype=dtype)
 
     def seconds(self) -> float:
-        """The shortest of `REPEATS`."""
+        """The shortest that there was."""
+        out_features = max(1, MATRIX_BYTES // (self.in_features * self.dtype.itemsize))
         rows = torch.ones((NUM_ROWS, self.in_features), dtype=self.dtype)
-        matrix = torch.ones((self.out_features, self.in_features), dtype=self.dtype)
-        return min(_timed(rows, matrix) for _ in range(REPEATS))
-
-
-def _timed(rows: torch.Tensor, matrix: torch.Tensor) -> float:
-    begun = time.perf_counter()
-    rows @ matrix.T
-    return time.perf_counter() - begun
+        matrix = torch.ones((out_features, self.in_features), dtype=self.dtype)
+        shortest, end = float("inf"), time.perf_counter() + TOTAL_SECONDS
+        while (begun := time.perf_counter()) < end:
+            rows @ matrix.T
+            shortest = min(shortest, time.perf_counter() - begun)
+        return shortest

@@ -160,9 +160,9 @@ def actor_options(num_cpus: int, node: str | None, *, avoid: Set[str] = frozense
         avoid: nodes on which it may not be.
     """
     options: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
-    if avoid:
-        options["label_selector"] = {NODE_LABEL: f"!in({','.join(sorted(avoid))})"}
     if node is None:
+        if avoid:
+            options["label_selector"] = {NODE_LABEL: f"!in({','.join(sorted(avoid))})"}
         return options | {"num_cpus": num_cpus, "scheduling_strategy": "SPREAD"}
     # Ray 2.60 takes a soft one for no more than a hint: actors were elsewhere though the node had room.
     return options | {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}

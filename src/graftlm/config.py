@@ -62,7 +62,7 @@ class EngineConfig:
         worker_layers: how many layers each worker gets; default: shares in proportion to the speed that workers measure
             as they start, within the memory of their nodes.
         rebalance: move layers from worker to worker while requests run, if what their steps take shows that other
-            shares would be faster by a quarter; running requests are then computed anew.
+            shares would be faster by a quarter; running requests pause then.
         worker_cpus: cores each worker or replica computes with, and reserves on a cluster; default: an equal share of
             this machine's.
         steps_in_flight: steps that are under way at once, each of a part of the requests, so that workers need not wait

@@ -18,6 +18,7 @@ from tests.distributed.rig import (
     answers,
     assert_nothing_is_held,
     open_pipeline,
+    requests,
     run,
     tokens,
 )

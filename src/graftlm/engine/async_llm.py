@@ -112,7 +112,7 @@ class AsyncLLM:
 
     async def drain(self, target: str) -> tuple[MovedStage, ...]:
         """Have a worker's layers, or all of a node's, in other processes, and end those that had them. Requests go on
-        while the layers are read there, and pause until what they had computed is computed anew.
+        while the layers are read there, and pause until what those had computed is computed again.
 
         Args:
             target: the id of a worker or of a node, as `workers` has them; a node's may be cut short.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -113,6 +114,21 @@ def test_a_quantised_base_is_quantised_on_every_worker(base: Path, adapters: dic
     pipeline = open_pipeline(base, chosen, quantization="nf4")
     assert_same_logits(pipeline.llm, local, names)
     assert tokens(answers(pipeline.llm, names)) == tokens(answers(local, names))
+
+
+def test_each_worker_finds_what_it_quantised_at_the_last_start(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("GRAFT_CACHE", str(tmp_path))
+    caplog.set_level(logging.INFO, logger="graftlm.models")
+    first = open_pipeline(base, {}, quantization="nf4")
+    assert caplog.text.count("(0 of them from the cache)") == 2
+    caplog.clear()
+    second = open_pipeline(base, {}, quantization="nf4")
+    # Seven of each of two layers.
+    assert caplog.text.count("(14 of them from the cache)") == 2
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    assert tokens(answers(second.llm, [])) == tokens(answers(first.llm, []))
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -296,6 +312,8 @@ def test_an_adapter_with_another_stack_of_layers_is_refused(base: Path, tmp_path
         ({"worker_layers": (4,)}, "worker_layers does not fit workers"),
         ({"worker_layers": (1, 2)}, "does not add up"),
         ({"workers": None, "ray_address": "auto"}, "ray_address is about workers"),
+        ({"workers": None, "rebalance": True}, "rebalance is about workers"),
+        ({"worker_layers": (1, 3), "rebalance": True}, "worker_layers says how many layers each worker has, and rebal"),
         ({"workers": None, "activation_journal": False}, "without workers there is no activation_journal"),
         ({"worker_timeout_seconds": 0}, "worker_timeout_seconds must be positive"),
         ({"device": "cuda"}, "workers compute on the CPU"),

@@ -91,18 +91,22 @@ def test_a_worker_without_room_leaves_layers_to_the_other(base: Path) -> None:
 def test_layers_move_to_the_worker_whose_steps_are_short_and_no_token_changes(
     base: Path, chosen: Mapping[str, Path], local: LLM
 ) -> None:
-    """The second machine's probe was as good as the first one's, and its steps take three times as long."""
-    machines = [Machine(node="keeps", layer_seconds=1.0), Machine(node="promises", layer_seconds=3.0)]
+    """A node leaves, and the one that takes its layers needs three times as long for them."""
+    machines = [Machine(node="stays-here", layer_seconds=1.0), Machine(node="leaves-us", layer_seconds=1.0)]
     pipeline = open_pipeline(base, chosen, machines=machines, rebalance=True)
     num_free_blocks = pipeline.llm.num_free_blocks
+    pipeline.pool.machines.append(Machine(node="joins-us", layer_seconds=3.0))
+    pipeline.llm.drain("leaves-us")
+    assert nodes(pipeline) == ["stays-here", "joins-us"]
     assert spans(pipeline) == [(0, 2), (2, 4)]
     long = SamplingParams(max_tokens=CHECKS * STEPS_PER_CHECK // 2 + 20, temperature=0, ignore_eos=True)
     # Two steps are in flight, each with a part of the requests.
     assert tokens(answers(pipeline.llm, ["late"], long)) == tokens(answers(local, ["late"], long))
     assert spans(pipeline) == [(0, 3), (3, 4)]
-    assert pipeline.llm.num_moves == 2
+    # One by the drain; then two have got other layers, and are the same processes.
+    assert pipeline.llm.num_moves == 3
     assert pipeline.llm.num_lost_workers == 0
-    assert pipeline.pool.num_taken == 2
+    assert pipeline.pool.num_taken == 3
     assert [worker.adapters for worker in pipeline.llm.workers] == [(), ("late",)]
     assert_nothing_is_held(pipeline, num_free_blocks)
 

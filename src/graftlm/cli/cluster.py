@@ -56,8 +56,9 @@ def start(
     is_open = host not in ray_node.LOOPBACK
     if is_open:
         typer.echo(
-            "graft: whoever can join a Ray cluster, or send it work, can run any code on all of its machines; do: keep "
-            f"{host} in a private network, among people who trust each other",
+            "graft: whoever can join a Ray cluster, or send it work, can run any code on all of its machines, and some "
+            "of its ports are open at all of this one's addresses; do: keep it in a private network, among people who "
+            "trust each other",
             err=True,
         )
         if not authentication and os.environ["RAY_AUTH_MODE"] != "token":

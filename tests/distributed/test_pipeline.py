@@ -99,14 +99,6 @@ def test_windows_and_rotary_angles_do_not_care_where_a_layer_is(tmp_path: Path, 
     assert_same_logits(pipeline.llm, local, ["tuned"])
 
 
-def test_layers_that_need_more_than_the_one_before_stay_together(tmp_path: Path) -> None:
-    base = make_model(tmp_path / "base", transformers.Gemma4TextConfig(**family_cases.GEMMA4))
-    with pytest.raises(ConfigurationError, match="cannot be divided"):
-        open_pipeline(base, {}, workers=2)
-    pipeline = open_pipeline(base, {}, workers=1)
-    assert tokens(answers(pipeline.llm, [])) == tokens(answers(LLM(base, **OPTIONS), []))
-
-
 def test_a_quantised_base_is_quantised_on_every_worker(base: Path, adapters: dict[str, Path]) -> None:
     names = ["plain", "dora"]
     chosen = {name: adapters[name] for name in names}

@@ -78,6 +78,21 @@ def test_methods_that_transform_inputs_and_outputs_are_cut_too(tmp_path: Path, m
         assert tokens(answers(pipeline.llm, names)) == tokens(answers(local, names))
 
 
+def test_an_adapters_own_token_table_is_shared_out_as_the_bases_is(tmp_path: Path) -> None:
+    base = make_llama(tmp_path / "base")
+    adapters = {
+        "saved": make_adapter(base, tmp_path / "saved", target_modules=["k_proj"], modules_to_save=["embed_tokens"]),
+        "low_rank": make_adapter(base, tmp_path / "low_rank", r=64, target_modules=["embed_tokens"], use_dora=True),
+    }
+    local = LLM(base, adapters=adapters, **OPTIONS)
+    pipeline = open_pipeline(base, adapters, workers=None, tensor_parallel=3)
+    assert_same_logits(pipeline.llm, local, list(adapters))
+    assert tokens(answers(pipeline.llm, list(adapters))) == tokens(answers(local, list(adapters)))
+    work = pipeline.llm.workers[0].work
+    assert work is not None
+    assert work.adapter_bytes < 0.5 * sum(adapter.num_bytes for adapter in local.adapters.values())
+
+
 def test_groups_of_outputs_that_lie_across_ranks_are_refused_and_the_others_go_on(base: Path, tmp_path: Path) -> None:
     config = peft.RoadConfig(task_type="CAUSAL_LM", variant="road_1", group_size=64, target_modules=["q_proj"])
     adapters = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -42,6 +43,15 @@ def test_who_is_three_times_as_fast_gets_three_times_the_layers() -> None:
 def test_more_workers_than_layers_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="more workers than layers; got: 5; allowed: 1 to 4"):
         best_bounds(chain([1] * 4), alike(5), memory=chain([1] * 4))
+
+
+def test_layers_that_belong_together_are_not_parted() -> None:
+    work = replace(chain([5] * 6), boundaries=(1, 2, 4))
+    equal = Capacity(speed=Fraction(1))
+    assert best_bounds(work, [equal] * 2, memory=work) == (0, 2, 6)
+    assert best_bounds(work, [equal] * 3, memory=work) == (0, 2, 4, 6)
+    with pytest.raises(ConfigurationError, match=r"stretches of layers: .*; got: 5; allowed: 1 to 4"):
+        best_bounds(work, [equal] * 5, memory=work)
 
 
 def test_too_little_memory_is_refused_with_what_there_is() -> None:

@@ -145,9 +145,9 @@ def _fold_low_rank(weight: Tensor, site: LinearSite, update: LoraUpdate) -> Tens
 
 def _fold_embedding(table: Tensor, patch: EmbeddingPatch) -> Tensor:
     if patch.table is not None:
-        table = patch.table.float()
+        table = patch.table.dequantize().float()
     if patch.shrink is not None and patch.expand is not None:
-        table = table + patch.shrink @ patch.expand
+        table = table + patch.shrink.dequantize() @ patch.expand
     if patch.scale is not None:
         table = table * patch.scale
     return table if patch.rows is None else _replace_rows(table, patch.rows)

@@ -36,7 +36,7 @@ from graftlm.layers.patch import (
 from graftlm.layers.transforms import Affine
 from graftlm.models.base_weights import BaseWeights
 from graftlm.models.site import LinearSite
-from graftlm.quantization import DenseWeight
+from graftlm.quantization import DenseWeight, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,8 @@ class _LinearChanges:
 
 @dataclass(kw_only=True)
 class _EmbeddingChanges:
-    table: Tensor | None = None
-    shrink: Tensor | None = None
+    table: Weight | None = None
+    shrink: Weight | None = None
     expand: Tensor | None = None
     scale: Tensor | None = None
     rows: ReplacedRows | None = None
@@ -147,12 +147,12 @@ class PatchBuilder:
 
     def replace_table(self, table: Tensor) -> None:
         """Use another embedding table, [V', E]."""
-        self._embedding_changes().table = self._cast(table)
+        self._embedding_changes().table = DenseWeight(self._cast(table))
 
     def add_embedding_low_rank(self, shrink: Tensor, expand: Tensor, scale: Tensor | None = None) -> None:
         """e(t) = scale * (table[t] + shrink[t] @ expand). shrink: [V', R], expand: [R, E], scale: [E]."""
         changes = self._embedding_changes()
-        changes.shrink, changes.expand, changes.scale = shrink, expand, scale
+        changes.shrink, changes.expand, changes.scale = DenseWeight(shrink), expand, scale
 
     def replace_embedding_rows(self, rows: ReplacedRows) -> None:
         self._embedding_changes().rows = rows

@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from math import prod
 
 from graftlm.distributed.messages import WorkerMeasure
 from graftlm.errors import ConfigurationError
+from graftlm.models.divide import boundaries
 from graftlm.models.layer_span import LayerSpan
 from graftlm.models.layout import LayerLayout, LinearLayout, ModelLayout
+from graftlm.models.spec import ModelSpec
 from graftlm.routing.spans import Capacity, ChainWeights, stepped_speeds
 
 # Of a node's free memory; the rest is for adapters, for what steps need, and for others.
@@ -35,13 +38,18 @@ def spans_of(bounds: Sequence[int]) -> tuple[LayerSpan, ...]:
     return tuple(LayerSpan(start=start, stop=stop, num_layers=bounds[-1]) for start, stop in pairwise(bounds))
 
 
-def chain_work(layout: ModelLayout) -> ChainWeights:
-    """Parameters of each layer's matrices, and of what stands before the first layer and after the last. A table that
-    both ends use counts twice, since both hold it."""
+def chain_work(spec: ModelSpec, layout: ModelLayout) -> ChainWeights:
+    """Parameters of each layer's matrices, and of what makes its own inputs, if it has any; of what stands before the
+    first layer and after the last. A table that both ends use counts twice, since both hold it."""
+    inputs = 0 if layout.layer_input_projection is None else _weight(layout.layer_input_projection)
+    if layout.layer_input_table is not None:
+        inputs += prod(layout.tables[layout.layer_input_table])
+    tables = [shape for path, shape in layout.tables.items() if path != layout.layer_input_table]
     return ChainWeights(
-        layers=tuple(_layer_weight(layer) for layer in layout.layers),
-        before=sum(rows * width for rows, width in layout.tables.values()),
+        layers=tuple(_layer_weight(layer) + inputs // len(layout.layers) for layer in layout.layers),
+        before=sum(map(prod, tables)),
         after=_weight(layout.head),
+        boundaries=boundaries(spec),
     )
 
 

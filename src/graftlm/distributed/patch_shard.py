@@ -4,7 +4,8 @@
     some of the rows | own rows   | whole      | own rows | own rows
     some of the columns | own columns | own inputs | whole | whole, after the sum
 
-so that the adapter's product is in the state of the base's: a part of the result, or a summand of it.
+so that the adapter's product is in the state of the base's: a part of the result, or a summand of it. Of an adapter's
+own token table, and of its A where it adapts the base's, each rank has some rows.
 Source: S-LoRA, arXiv 2311.03285, section 5.
 """
 
@@ -15,9 +16,10 @@ from dataclasses import replace
 
 from graftlm.errors import AdapterUnsupported
 from graftlm.kernels.ops import LoraExpand, LoraUpdate
+from graftlm.layers.collective import Collective
 from graftlm.layers.linear import Linear
 from graftlm.layers.patch import (
-    HeadPatch,
+    EmbeddingPatch,
     InputTransform,
     LinearPatch,
     ModelPatch,
@@ -28,32 +30,35 @@ from graftlm.layers.patch import (
     Slot,
 )
 from graftlm.layers.transforms import Affine, BlockRotation, InputScale, PairRotation, Successive
-from graftlm.models.tensor_share import HeadShare, MatrixShare, ModelShare, Part
+from graftlm.layers.vocabulary_parallel import VocabularyParallelWeight
+from graftlm.models.tensor_share import HeadShare, MatrixShare, Part, divide
 from graftlm.quantization import DenseWeight, Weight
 from graftlm.quantization.own_memory import with_own_memory
 
 
 class PatchShard:
-    """Cuts patches for one rank.
+    """Cuts patches for one rank, or for a span that has some rows of a layer.
 
     Args:
+        shares: the parts of matrices it has; what is not named is whole.
         linears: the layers it has, whole or in part; a patch that uses the base's weights gets theirs.
-        has_logits: whether this rank's logits are read; the others need no patch of the head, which stays whole.
-        key_heads: of each layer with keys of its own that the rank has.
+        collective: the ranks, if there are any. The logits of the first are read; the others need no patch of the head,
+            which stays whole.
+        key_heads: of each layer with keys of its own that the rank has; None for all of them.
     """
 
     def __init__(
         self,
-        share: ModelShare,
+        shares: Mapping[Slot, MatrixShare],
         linears: Mapping[Slot, Linear],
         *,
-        has_logits: bool,
-        key_heads: Sequence[HeadShare],
+        collective: Collective | None = None,
+        key_heads: Sequence[HeadShare] | None = None,
     ) -> None:
-        self._share = share
+        self._shares = shares
         self._linears = linears
-        self._has_logits = has_logits
-        self._key_heads = tuple(key_heads)
+        self._collective = collective
+        self._key_heads = key_heads
 
     def cut(self, patch: ModelPatch) -> ModelPatch:
         """What concerns this rank. patch: of these layers, and compiled against whole weights.
@@ -64,14 +69,23 @@ class PatchShard:
         return replace(
             patch,
             linears={slot: self._linear(slot, linear) for slot, linear in patch.linears.items()},
-            head=self._head(patch.head),
+            embedding=None if patch.embedding is None else self._embedding(patch.embedding),
+            head=patch.head if self._collective is None or self._collective.rank == 0 else None,
             prefix=None if patch.prefix is None else self._prefix(patch.prefix),
         )
 
-    def _head(self, head: HeadPatch | None) -> HeadPatch | None:
-        return head if self._has_logits else None
+    def _embedding(self, patch: EmbeddingPatch) -> EmbeddingPatch:
+        if self._collective is None:
+            return patch
+        return replace(
+            patch,
+            table=None if patch.table is None else _some_tokens(patch.table, self._collective),
+            shrink=None if patch.shrink is None else _some_tokens(patch.shrink, self._collective),
+        )
 
     def _prefix(self, prefix: PrefixPatch) -> PrefixPatch:
+        if self._key_heads is None:
+            return prefix
         parts = [slice(head.keys.start, head.keys.stop) for head in self._key_heads]
         return PrefixPatch(
             keys=tuple(keys[:, part].clone() for keys, part in zip(prefix.keys, parts, strict=True)),
@@ -79,7 +93,7 @@ class PatchShard:
         )
 
     def _linear(self, slot: Slot, patch: LinearPatch) -> LinearPatch:
-        share = self._share.matrices.get(slot)
+        share = self._shares.get(slot)
         if share is None:
             return self._whole(slot, patch)
         if share.columns is not None:
@@ -136,6 +150,13 @@ class PatchShard:
                 outputs.append(PartTransform(out_start=place.start, out_stop=place.stop, transform=transform))
         low_rank = None if patch.low_rank is None else _cut_expands(patch.low_rank, share)
         return LinearPatch(overrides=tuple(overrides), outputs=tuple(outputs), low_rank=low_rank)
+
+
+def _some_tokens(table: Weight, ranks: Collective) -> Weight:
+    """An adapter's vocabulary may be larger than the base's: it is shared out for itself."""
+    parts = divide(table.shape[0], ranks.size, "tokens in the vocabulary")
+    own = with_own_memory(table.part(parts[ranks.rank].start, parts[ranks.rank].stop))
+    return VocabularyParallelWeight(own, tuple((part.start, part.stop) for part in parts), ranks)
 
 
 def _own_rows(share: MatrixShare, start: int, stop: int) -> list[tuple[Part, Part]]:

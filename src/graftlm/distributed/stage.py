@@ -39,6 +39,7 @@ from graftlm.layers.patch import ModelPatch, PrefixPatch
 from graftlm.models.base_weights import BaseWeights, CheckpointWeights, DecoderWeights
 from graftlm.models.build import build_span
 from graftlm.models.cache_layout import cache_windows, farthest_group
+from graftlm.models.divide import boundary_width
 from graftlm.models.layer_span import LayerSpan
 from graftlm.models.layout import lay_out
 from graftlm.models.quantized_cache import open_quantized_cache
@@ -88,18 +89,22 @@ class Stage:
             collective=collective,
         )
         self._base: BaseWeights
-        if collective is None:
-            self._base = DecoderWeights(self._span, elsewhere=CheckpointWeights(self._checkpoint))
-            self._shard = None
-        else:
+        self._shard = None
+        if collective is not None:
             self._base = WholeWeights(self._checkpoint, dtype=dtype, device=device, policy=policy)
             self._shard = self._patch_shard(plan.span, collective)
+        elif self._span.shares:
+            whole = WholeWeights(self._checkpoint, dtype=dtype, device=device, policy=policy)
+            self._base = DecoderWeights(self._span, elsewhere=whole)
+            self._shard = PatchShard(self._span.shares, self._span.linears)
+        else:
+            self._base = DecoderWeights(self._span, elsewhere=CheckpointWeights(self._checkpoint))
         self._adapters: dict[str, AdapterWeights] = {}
         self._runner = SpanRunner(
             self._span, num_blocks=plan.num_blocks, block_size=config.block_size, kernels=self._kernels
         )
         _, spec = read_spec(self._checkpoint)
-        self._width = spec.hidden_size
+        self._width = boundary_width(spec)
         self._journal = self._new_journal(plan, cache_windows(spec))
         self._last = StepKey(epoch=0, number=0)
         self._reply: StageReply | None = None
@@ -246,9 +251,9 @@ class Stage:
         family, spec = read_spec(self._checkpoint)
         share = share_model(spec, lay_out(spec, family.names), rank=collective.rank, size=collective.size)
         return PatchShard(
-            share,
+            share.matrices,
             self._span.linears,
-            has_logits=collective.rank == 0,
+            collective=collective,
             key_heads=share.heads[span.start : span.stop],
         )
 

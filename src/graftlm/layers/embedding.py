@@ -80,9 +80,9 @@ class InputEmbedding:
 
 
 def _embed(base: Tensor, token_ids: Tensor, patch: EmbeddingPatch) -> Tensor:
-    out = base if patch.table is None else patch.table[token_ids]
+    out = base if patch.table is None else patch.table.rows(token_ids)
     if patch.shrink is not None and patch.expand is not None:
-        update = ops.linear(patch.shrink[token_ids], patch.expand.t())
+        update = ops.linear(patch.shrink.rows(token_ids), patch.expand.t())
         exact = ops.widened(out) + update
         out = (exact if patch.scale is None else exact * patch.scale).to(base.dtype)
     return out if patch.rows is None else _replace(out, token_ids, patch.rows)

@@ -16,20 +16,22 @@ from graftlm.layers.norm import Norm
 class LayerInputs:
     """(norm(projection(embedded) / sqrt(E)) + table[token]) / sqrt(2), cut into the layers' parts.
 
-    table: [V, L * P] rows, with their own factor. projection: E -> L * P. norm: over the P numbers of one layer.
+    first_layer, num_layers: for which L layers. table: [V, L * P] rows, with their own factor. projection: E -> L * P.
+    norm: over the P numbers of one layer.
     Source: transformers' Gemma4TextModel.
     """
 
     table: Embedding
     projection: Linear
     norm: Norm
+    first_layer: int
     num_layers: int
 
-    def __call__(self, batch: RaggedBatch, embedded: Tensor) -> tuple[Tensor, ...]:
-        """embedded: [T, E], the tokens as the first layer sees them -> [T, P] for each layer."""
+    def __call__(self, batch: RaggedBatch, embedded: Tensor) -> dict[int, Tensor]:
+        """embedded: [T, E], the tokens as the decoder's first layer sees them -> [T, P] for each layer."""
         projected = self.projection(embedded, batch.segments) * embedded.shape[-1] ** -0.5
         parts = (embedded.shape[0], self.num_layers, -1)
         context = self.norm(projected.view(parts), batch.segments)
         tokens = self.table(batch.token_ids, ()).view(parts)
         inputs = (context + tokens) * 2.0**-0.5
-        return tuple(inputs[:, layer] for layer in range(self.num_layers))
+        return {self.first_layer + index: inputs[:, index] for index in range(self.num_layers)}

@@ -157,12 +157,13 @@ class EmbeddingPatch:
     """The token embedding: e(t) = scale * (table[t] + shrink[t] @ expand), then replaced rows.
 
     table: [V', E], instead of the base's. shrink: [V', R], expand: [R, E], float32. scale: [E] (DoRA), float32.
+    Ranks may share out the rows of the first two.
     rows: of the table; like all others they get the factor the base's embedding has. inputs: what comes out of the
     embedding for ids that no table holds (virtual tokens).
     """
 
-    table: Tensor | None = None
-    shrink: Tensor | None = None
+    table: Weight | None = None
+    shrink: Weight | None = None
     expand: Tensor | None = None
     scale: Tensor | None = None
     rows: ReplacedRows | None = None
@@ -170,9 +171,8 @@ class EmbeddingPatch:
 
     @property
     def num_bytes(self) -> int:
-        dense = (self.table, self.shrink, self.expand, self.scale)
-        replaced = (self.rows, self.inputs)
-        return sum(_bytes(tensor) for tensor in dense) + sum(rows.num_bytes for rows in replaced if rows is not None)
+        parts = (self.table, self.shrink, self.rows, self.inputs)
+        return _bytes(self.expand) + _bytes(self.scale) + sum(part.num_bytes for part in parts if part is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -17,13 +17,13 @@ from graftlm.layers.rotary import Angles, RotaryEmbedding
 class DecoderStep:
     """The batch, its keys and values, and the angles of its tokens under each rotary embedding.
 
-    layer_inputs: [T, P] for each layer, where layers have inputs of their own.
+    layer_inputs: [T, P] by layer, where layers have inputs of their own.
     """
 
     batch: RaggedBatch
     key_values: KeyValues
     angles: Mapping[RotaryEmbedding, Angles]
-    layer_inputs: tuple[Tensor, ...] = ()
+    layer_inputs: Mapping[int, Tensor] = field(default_factory=dict)
 
     def at_depth(self, depth: int, *, num_layers: int) -> DecoderStep:
         """The step as a layer sees it that stands at `depth` in the adapters' stack, over a decoder of `num_layers`."""

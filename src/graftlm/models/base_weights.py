@@ -61,7 +61,8 @@ class DecoderWeights:
         site = self.sites.matrices[path]
         if site.slot == HEAD_SLOT and self._span.output is not None:
             return self._span.output.head.weight
-        if site.slot in self._span.linears:
+        # Of what is divided among the spans, whole rows are elsewhere.
+        if site.slot in self._span.linears and site.slot not in self._span.shares:
             return self._span.linears[site.slot].weight.part(site.start, site.stop)
         return self._rest(path).linear(path)
 
@@ -70,7 +71,7 @@ class DecoderWeights:
         layer: OutputHead | Linear
         if site.slot == HEAD_SLOT and self._span.output is not None:
             layer = self._span.output.head
-        elif site.slot in self._span.linears:
+        elif site.slot in self._span.linears and site.slot not in self._span.shares:
             layer = self._span.linears[site.slot]
         else:
             return self._rest(path).bias(path)

@@ -57,7 +57,7 @@ from graftlm.models.rope_spec import RopeSpec
 from graftlm.models.site import SiteMap, map_sites
 from graftlm.models.spec import AttentionSpec, ClampedSwiGLU, LayerSpec, MLPSpec, ModelSpec, MoESpec, NameMap, NormRole
 from graftlm.models.stored_weights import StoredWeights
-from graftlm.models.tensor_share import MatrixShare, share_model
+from graftlm.models.tensor_share import MatrixShare, Part, share_model
 from graftlm.models.tensors import NamedTensors, check_tensors, expected_shapes, has_tied_head
 from graftlm.quantization import Weight
 from graftlm.quantization.policy import LoadPolicy
@@ -171,6 +171,7 @@ class _Layers(TypedDict):
     blocks: tuple[Block, ...]
     linears: Mapping[Slot, Linear]
     norms: Mapping[Slot, Norm]
+    shares: Mapping[Slot, MatrixShare]
     kv_shapes: tuple[KVShape, ...]
     windows: tuple[int | None, ...]
     sites: SiteMap
@@ -204,6 +205,7 @@ class _Builder:
             self._share = share_model(spec, self._layout, rank=collective.rank, size=collective.size)
         self._linears: dict[Slot, Linear] = {}
         self._norms: dict[Slot, Norm] = {}
+        self._shares: dict[Slot, MatrixShare] = {}
         self._rotary: dict[RopeSpec, RotaryEmbedding] = {}
         self._windows = cache_windows(spec)
         self._kv_shapes: list[KVShape] = []
@@ -216,8 +218,9 @@ class _Builder:
         # Before the layers: while it is copied, the largest matrix of many models counts twice.
         head_weight = table if spec.head.tied else self._matrices.head(layout.head)
         embedding = self._embedding(table)
-        layer_inputs = self._layer_inputs()
-        blocks = self._blocks(LayerSpan(start=0, stop=len(spec.layers), num_layers=len(spec.layers)))
+        whole = LayerSpan(start=0, stop=len(spec.layers), num_layers=len(spec.layers))
+        layer_inputs = self._layer_inputs(whole)
+        blocks = self._blocks(whole)
         return Decoder(
             embedding=embedding,
             layer_inputs=layer_inputs,
@@ -238,7 +241,7 @@ class _Builder:
         if span.is_last:
             head_weight = table if spec.head.tied else self._whole(self._matrices.head(layout.head, self._head_share))
         embedding = None if table is None or not span.is_first else self._embedding(table)
-        layer_inputs = self._layer_inputs() if span.is_first else None
+        layer_inputs = self._layer_inputs(span)
         blocks = self._blocks(span)
         return DecoderSpan(
             embedding=embedding,
@@ -272,6 +275,7 @@ class _Builder:
             blocks=tuple(blocks),
             linears=self._linears,
             norms=self._norms,
+            shares=self._shares,
             kv_shapes=tuple(self._kv_shapes),
             windows=self._windows,
             sites=map_sites(self._spec, self._names),
@@ -317,16 +321,24 @@ class _Builder:
             norm=None if layout.embedding_norm is None else self._norm(layout.embedding_norm),
         )
 
-    def _layer_inputs(self) -> LayerInputs | None:
+    def _layer_inputs(self, span: LayerSpan) -> LayerInputs | None:
+        """Those of a span's layers: its part of the table and of the projection."""
         spec, names, layout = self._spec.layer_inputs, self._names.layer_inputs, self._layout
         if spec is None or names is None or layout.layer_input_projection is None or layout.layer_input_norm is None:
             return None
-        table = self._matrices.table(names.table, layout.tables[names.table], head=None)
+        columns = rows = None
+        if not span.is_whole:
+            own = Part(start=span.start * spec.size, stop=span.stop * spec.size)
+            columns, rows = MatrixShare(columns=own), MatrixShare(rows=(own,))
+            self._shares[layout.layer_input_projection.slot] = rows
+        table = self._matrices.table(names.table, layout.tables[names.table], head=None, share=columns)
+        projection = self._matrices.linear(layout.layer_input_projection, rows)
         return LayerInputs(
             table=Embedding(table, spec.size**0.5),
-            projection=self._linear(layout.layer_input_projection),
+            projection=self._add(layout.layer_input_projection, projection),
             norm=self._norm(layout.layer_input_norm),
-            num_layers=len(layout.layers),
+            first_layer=span.start,
+            num_layers=span.stop - span.start,
         )
 
     def _whole_block(self, index: int, spec: LayerSpec, layout: LayerLayout) -> Block:

@@ -22,6 +22,7 @@ from graftlm.layers.rotary import RotaryEmbedding
 from graftlm.layers.step import DecoderStep
 from graftlm.models.length_regimes import LengthRegimes
 from graftlm.models.site import SiteMap
+from graftlm.models.tensor_share import MatrixShare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +47,10 @@ class DecoderSpan:
     """Consecutive layers of a decoder, over ragged batches.
 
     embedding: of the span that begins with the first layer. output: of the span that ends with the last.
-    layer_inputs: of a decoder that is not divided.
+    layer_inputs: of its own layers, where layers have inputs of their own. They are made of the embedded tokens, which
+        then go from span to span beside the hidden state.
     linears, norms: its layers by the slot adapters know them under. sites: where adapters can attach, in all spans.
+    shares: which rows it has of linear layers that are divided among the spans.
     kv_shapes: what each of its layers of the cache holds. kv_start: how many layers the spans before have there.
     windows: how far back each cache group of the whole decoder sees; None for all the way.
     """
@@ -59,6 +62,7 @@ class DecoderSpan:
     output: OutputLayers | None
     linears: Mapping[Slot, Linear]
     norms: Mapping[Slot, Norm]
+    shares: Mapping[Slot, MatrixShare]
     kv_start: int
     kv_shapes: tuple[KVShape, ...]
     windows: tuple[int | None, ...]
@@ -70,31 +74,34 @@ class DecoderSpan:
         """Compute a batch.
 
         Args:
-            hidden: what the span before gives, [T, E]; the first span needs none.
+            hidden: what the span before gives; the first span needs none.
 
-        Returns: what the last layer gives, [T, E]; of the last span the logits of the rows that want them, [N, V]
-            float32, V the largest vocabulary among them.
+        Returns: what the last layer gives, [T, E], or with layer inputs, beside the embedded tokens, [T, 2E]; of the
+            last span the logits of the rows that want them, [N, V] float32, V the largest vocabulary among them.
         """
-        hidden = self.hidden(batch, key_values, hidden=hidden)
-        if self.output is None:
-            return hidden
-        return self.output(hidden.index_select(0, batch.logit_rows), batch.logit_segments)
+        hidden, embedded = self._enter(batch, hidden)
+        hidden = self._run(batch, key_values, hidden, embedded, run_block)
+        if self.output is not None:
+            return self.output(hidden.index_select(0, batch.logit_rows), batch.logit_segments)
+        return hidden if self.layer_inputs is None else torch.cat([hidden, embedded], dim=1)
 
-    def hidden(
-        self,
-        batch: RaggedBatch,
-        key_values: KeyValues,
-        run: BlockRunner = run_block,
-        *,
-        hidden: Tensor | None = None,
-    ) -> Tensor:
-        """What the last layer gives, [T, E]. run: how each layer is computed. hidden: as in `__call__`."""
+    def _enter(self, batch: RaggedBatch, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What its first layer sees, and the embedded tokens, where they are needed. before: of the span before."""
         if self.embedding is not None:
-            hidden = self.embedding(batch)
-        if hidden is None:
+            embedded = self.embedding(batch)
+            return embedded, embedded
+        if before is None:
             raise ValueError("without an embedding it takes the output of the span before")
+        if self.layer_inputs is None:
+            return before, before
+        hidden, embedded = before.chunk(2, dim=1)
+        return hidden.contiguous(), embedded.contiguous()
+
+    def _run(
+        self, batch: RaggedBatch, key_values: KeyValues, hidden: Tensor, embedded: Tensor, run: BlockRunner
+    ) -> Tensor:
         angles = {rotary: rotary.angles(batch, hidden.dtype) for rotary in self.rotary}
-        layer_inputs = () if self.layer_inputs is None else self.layer_inputs(batch, hidden)
+        layer_inputs = {} if self.layer_inputs is None else self.layer_inputs(batch, embedded)
         step = DecoderStep(batch=batch, key_values=key_values, angles=angles, layer_inputs=layer_inputs)
         if batch.layers is None:
             for block in self.blocks:
@@ -119,6 +126,11 @@ class Decoder(DecoderSpan):
     @property
     def head(self) -> OutputHead:
         return self.output.head
+
+    def hidden(self, batch: RaggedBatch, key_values: KeyValues, run: BlockRunner = run_block) -> Tensor:
+        """What the last layer gives, [T, E]. run: how each layer is computed."""
+        hidden, embedded = self._enter(batch, None)
+        return self._run(batch, key_values, hidden, embedded, run)
 
     def logits(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Of rows of the last layer's output, [N, E] -> [N, V] float32."""

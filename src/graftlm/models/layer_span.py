@@ -27,6 +27,11 @@ class LayerSpan:
         return self.start == 0
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the decoder."""
+        return self.is_first and self.is_last
+
+    @property
     def is_last(self) -> bool:
         """Whether the final norm and the output head belong to it."""
         return self.stop == self.num_layers

@@ -123,8 +123,8 @@ class LayerLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLayout:
-    """All modules of a model. tables: path -> shape of the embeddings. head: the output head, whether or not it is tied
-    to the token table."""
+    """All modules of a model. tables: path -> shape of the embeddings, among them `layer_input_table`, where layers
+    have inputs of their own. head: the output head, whether or not it is tied to the token table."""
 
     layers: tuple[LayerLayout, ...]
     tables: Mapping[str, tuple[int, int]]
@@ -133,6 +133,7 @@ class ModelLayout:
     final_norm: NormLayout | None
     project_in: LinearLayout | None
     project_out: LinearLayout | None
+    layer_input_table: str | None
     layer_input_projection: LinearLayout | None
     layer_input_norm: NormLayout | None
 
@@ -180,10 +181,11 @@ def lay_out(spec: ModelSpec, names: NameMap) -> ModelLayout:
     if spec.embedding.num_positions is not None and names.position_embedding is not None:
         rows = spec.embedding.num_positions + spec.embedding.position_offset
         tables[names.position_embedding] = (rows, hidden_size)
-    layer_input_projection = layer_input_norm = None
+    layer_input_table = layer_input_projection = layer_input_norm = None
     if spec.layer_inputs is not None and names.layer_inputs is not None:
         width = len(spec.layers) * spec.layer_inputs.size
-        tables[names.layer_inputs.table] = (spec.vocab_size, width)
+        layer_input_table = names.layer_inputs.table
+        tables[layer_input_table] = (spec.vocab_size, width)
         layer_input_projection = _projection(LAYER_INPUT_SLOT, names.layer_inputs.projection, hidden_size, width)
         layer_input_norm = _norm(LAYER_INPUT_NORM_SLOT, names.layer_inputs.norm, spec.layer_inputs.norm, hidden_size)
     projects = embedding_size != hidden_size
@@ -196,6 +198,7 @@ def lay_out(spec: ModelSpec, names: NameMap) -> ModelLayout:
         final_norm=_norm(FINAL_NORM_SLOT, names.final_norm, spec.final_norm, hidden_size),
         project_in=_projection(PROJECT_IN_SLOT, names.project_in, embedding_size, hidden_size) if projects else None,
         project_out=_projection(PROJECT_OUT_SLOT, names.project_out, hidden_size, embedding_size) if projects else None,
+        layer_input_table=layer_input_table,
         layer_input_projection=layer_input_projection,
         layer_input_norm=layer_input_norm,
     )

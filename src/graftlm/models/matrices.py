@@ -12,7 +12,7 @@ from graftlm.models.layout import LinearLayout, ModuleLayout
 from graftlm.models.quantized_cache import QuantizedCache
 from graftlm.models.quantized_modules import QuantizedModules
 from graftlm.models.stored_weights import StoredWeights
-from graftlm.models.tensor_share import MatrixShare
+from graftlm.models.tensor_share import MatrixShare, Part
 from graftlm.quantization import DenseWeight, StackedWeight, Weight
 from graftlm.quantization.bitsandbytes.mixed_int8_weight import with_outliers
 from graftlm.quantization.format import Quantizer
@@ -68,7 +68,7 @@ class Matrices:
         module = ModuleLayout(path=path, rows=shape[0])
         if head is None and not self._is_kept(module):
             # Rows of it are all that is ever read.
-            return DenseWeight(_cut(self._stack((module,), shape[1]), share))
+            return DenseWeight(self._stack((module,), shape[1], share))
         quantize = (
             head is not None
             and self._policy.quantize_head
@@ -81,7 +81,7 @@ class Matrices:
     ) -> Weight:
         quantizers = [self._policy.quantizer(module.path) if quantize else None for module in modules]
         if not any(quantizers) and not any(self._is_kept(module) for module in modules):
-            return dense_weight(_cut(self._stack(modules, in_features), share), self._kernels)
+            return dense_weight(self._stack(modules, in_features, share), self._kernels)
         parts = [
             self._part(module, in_features, quantizer) for module, quantizer in zip(modules, quantizers, strict=True)
         ]
@@ -116,27 +116,26 @@ class Matrices:
             return None
         return self._cache.read(module.path, (module.rows, in_features), dtype=self._dtype, device=self._device)
 
-    def _stack(self, modules: Sequence[ModuleLayout], in_features: int) -> Tensor:
-        """Matrices one under the other, copied out of the file: a file that is later truncated cannot hurt."""
-        rows = sum(module.rows for module in modules)
-        stacked = torch.empty((rows, in_features), dtype=self._dtype, device=self._device)
+    def _stack(self, modules: Sequence[ModuleLayout], in_features: int, share: MatrixShare | None = None) -> Tensor:
+        """Matrices one under the other, copied out of the file: a file that is later truncated cannot hurt.
+
+        Args:
+            share: the part that is wanted.
+        """
+        columns = Part(start=0, stop=in_features) if share is None or share.columns is None else share.columns
+        shape = (sum(module.rows for module in modules), columns.stop - columns.start)
+        stacked = torch.empty(shape, dtype=self._dtype, device=self._device)
         start = 0
         for module in modules:
-            stacked[start : start + module.rows].copy_(self._full(module, in_features))
+            full = self._full(module, in_features)
+            stacked[start : start + module.rows].copy_(full[:, columns.start : columns.stop])
             start += module.rows
-        return stacked
+        if share is None or share.columns is not None:
+            return stacked
+        return torch.cat([stacked[part.start : part.stop] for part in share.rows])
 
     def _full(self, module: ModuleLayout, in_features: int) -> Tensor:
         return self._stored.full(module, in_features, dtype=self._dtype, device=self._device)
-
-
-def _cut(matrix: Tensor, share: MatrixShare | None) -> Tensor:
-    """A copy of a share of a matrix."""
-    if share is None:
-        return matrix
-    if share.columns is not None:
-        return matrix[:, share.columns.start : share.columns.stop].contiguous()
-    return torch.cat([matrix[part.start : part.stop] for part in share.rows])
 
 
 def _cut_parts(parts: Sequence[Weight], share: MatrixShare) -> list[Weight]:

@@ -28,11 +28,19 @@ class ChainWeights:
     """What the layers of a model weigh, in work or in bytes.
 
     before, after: what the first worker bears besides its layers, and the last.
+    boundaries: layers that workers after the first may begin with; None for any.
     """
 
     layers: tuple[int, ...]
     before: int
     after: int
+    boundaries: tuple[int, ...] | None = None
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Where a worker's layers may end."""
+        inner = range(1, len(self.layers)) if self.boundaries is None else self.boundaries
+        return (*inner, len(self.layers))
 
     @cached_property
     def _sums(self) -> tuple[int, ...]:
@@ -74,18 +82,26 @@ def best_bounds(work: ChainWeights, capacities: Sequence[Capacity], *, memory: C
         capacities: of the workers, in the chain's order. memory: what layers weigh in bytes.
 
     Raises:
-        ConfigurationError: there are more workers than layers, or they have too little memory.
+        ConfigurationError: there are more workers than layers, or than stretches of layers that can be apart; or they
+            have too little memory.
     """
     num_layers = len(work.layers)
     if len(capacities) > num_layers:
         raise ConfigurationError(
             "there are more workers than layers", got=len(capacities), allowed=f"1 to {num_layers}"
         )
+    if len(capacities) > len(work.ends):
+        raise ConfigurationError(
+            "there are more workers than stretches of layers: some layers read keys and values of others, "
+            "and have to be where those are",
+            got=len(capacities),
+            allowed=f"1 to {len(work.ends)}",
+        )
     # best[stop]: the time of the slowest of the workers so far, which end there, and where each begins.
     best: dict[int, tuple[Fraction, Bounds]] = {0: (Fraction(0), (0,))}
     for index, capacity in enumerate(capacities):
         num_left = len(capacities) - index - 1
-        stops = range(index + 1, num_layers - num_left + 1) if num_left else (num_layers,)
+        stops = work.ends[index : len(work.ends) - num_left] if num_left else (num_layers,)
         reached: dict[int, tuple[Fraction, Bounds]] = {}
         for stop in stops:
             ways = [

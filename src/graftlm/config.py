@@ -56,15 +56,15 @@ class EngineConfig:
         fair_shares: adapter, or API key -> how many times the share of the others it gets with "fair".
         prefix_cache: reuse the keys and values of earlier requests that began with the same tokens and adapter.
         replicas: whole engines, each a process on Ray, that share the requests out among them; `max_num_seqs`, memory
-            and the rest are each one's own; default: one, in this process.
+            and the rest are each one's own, and so are `workers`; default: one, in this process.
         workers: processes on Ray that share the layers out among them; default: this process computes all of them.
         tensor_parallel: processes that share out every matrix of a layer; with `workers`, of each worker's layers.
         worker_layers: how many layers each worker gets; default: shares in proportion to the speed that workers measure
             as they start, within the memory of their nodes.
         rebalance: move layers from worker to worker while requests run, if what their steps take shows that other
             shares would be faster by a quarter; running requests pause then.
-        worker_cpus: cores each worker or replica computes with, and reserves on a cluster; default: an equal share of
-            this machine's.
+        worker_cpus: cores each worker computes with, or each replica that has none, and reserves on a cluster; default:
+            an equal share of this machine's.
         steps_in_flight: steps that are under way at once, each of a part of the requests, so that workers need not wait
             for each other; default: as many as there are stretches of layers.
         activation_journal: workers keep what they give to the next one, in a part of `kv_cache_bytes`, so that when one
@@ -137,6 +137,11 @@ class EngineConfig:
     def num_stages(self) -> int:
         """Stretches of layers that are computed one after the other, each by `tensor_parallel` processes."""
         return self.workers or 1
+
+    @property
+    def num_processes(self) -> int:
+        """Workers of all replicas, or replicas that have none."""
+        return self.num_replicas * self.num_stages * self.tensor_parallel
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
@@ -213,10 +218,6 @@ class EngineConfig:
         self._check_workers()
 
     def _check_workers(self) -> None:
-        if self.replicas is not None and self.has_workers:
-            raise ConfigurationError(
-                "replicas that are divided among workers are not supported", do="set replicas, or workers, or neither"
-            )
         if not self.has_workers:
             about = ["worker_layers", "rebalance", "steps_in_flight"]
             for name in about if self.replicas else (*about, "worker_cpus", "ray_address"):

@@ -241,12 +241,6 @@ def test_replicas_are_seen(server: LiveServer, engine: AsyncLLM) -> None:
     assert " running " in shown.stdout
 
 
-@pytest.mark.parametrize("more", [{"workers": 2}, {"tensor_parallel": 2}])
-def test_replicas_of_several_workers_are_refused(base: Path, more: dict[str, int]) -> None:
-    with pytest.raises(ConfigurationError, match="not supported"):
-        LLM(base, replicas=2, **more)
-
-
 def test_more_replicas_than_cores_are_refused(cluster: None, base: Path) -> None:
     with pytest.raises(ConfigurationError, match="too few cores"):
         LLM(base, replicas=2, worker_cpus=100)

@@ -26,7 +26,7 @@ class ActivationJournal:
 
     Args:
         table: which of a sequence's block tables says where. num_blocks: of that group.
-        width: E. Memory becomes resident only where rows are written.
+        width: of what a span gives for each token. Memory becomes resident only where rows are written.
     """
 
     def __init__(self, *, table: int, num_blocks: int, block_size: int, width: int, dtype: torch.dtype) -> None:
@@ -37,7 +37,7 @@ class ActivationJournal:
         self._positions = torch.full((num_slots,), _EMPTY, dtype=_POSITIONS)
 
     def write(self, sequences: Sequence[ScheduledSequence], output: Tensor) -> None:
-        """Keep what was computed for sequences. output: [T, E], in their order."""
+        """Keep what was computed for sequences. output: [T, width], in their order."""
         slots = self._slots(sequences)
         self._rows.index_copy_(0, slots, output)
         self._positions.index_copy_(0, slots, _positions(sequences))
@@ -48,7 +48,7 @@ class ActivationJournal:
         return bool((slots >= 0).all()) and torch.equal(self._positions[slots], _positions(sequences))
 
     def read(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
-        """What was given for sequences, [T, E]."""
+        """What was given for sequences, [T, width]."""
         return self._rows.index_select(0, self._slots(sequences))
 
     def _slots(self, sequences: Sequence[ScheduledSequence]) -> Tensor:

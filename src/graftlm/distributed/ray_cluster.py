@@ -193,11 +193,12 @@ def _connect(address: str | None, *, num_cpus: int) -> None:
 
 def _check_size(num_processes: int, cpus_each: int) -> None:
     """Ray would wait for more cores to join."""
-    num_cpus = int(ray.cluster_resources().get("CPU", 0))
-    if num_cpus < num_processes * cpus_each:
+    nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    room = sum(num_cpus // cpus_each for num_cpus in nodes)
+    if room < num_processes:
         raise ConfigurationError(
             "the Ray cluster has too few cores for the workers",
             got=f"{num_processes} workers of {cpus_each} cores",
-            allowed=f"{num_cpus} cores",
-            do="lower workers, replicas or worker_cpus",
+            allowed=f"{room} of them on {sum(nodes)} cores of {len(nodes)} nodes",
+            do="lower workers, replicas, tensor_parallel or worker_cpus",
         )

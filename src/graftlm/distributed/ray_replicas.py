@@ -1,4 +1,7 @@
-"""Replicas that are Ray actors."""
+"""Replicas that are Ray actors.
+
+Workers of a replica are actors that it starts itself: Ray ends them with it, however it ends.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import ray
 import torch
 
 from graftlm.config import EngineConfig
+from graftlm.distributed.cores import cores_each
 from graftlm.distributed.messages import AdapterRecipe, StageDescription
 from graftlm.distributed.ray_cluster import RayCall, RayCluster, RayProcess, actor_options, describe_here
 from graftlm.distributed.ray_spares import RaySpares
@@ -75,8 +79,10 @@ class RayReplicaPool:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._num_threads = config.worker_cpus or max(1, torch.get_num_threads() // config.num_replicas)
-        self._cluster = RayCluster(config.ray_address, num_processes=config.num_replicas, cpus_each=self._num_threads)
+        self._num_threads = cores_each(config)
+        self._cluster = RayCluster(config.ray_address, num_processes=config.num_processes, cpus_each=self._num_threads)
+        # One that has workers only schedules and samples: its cores are theirs.
+        self._num_cpus = 0 if config.has_workers else self._num_threads
         self._spares = RaySpares(self._spawn)
         self._num_spawned = 0
 
@@ -98,5 +104,5 @@ class RayReplicaPool:
 
     def _spawn(self, node: str | None) -> RayReplica:
         self._num_spawned += 1
-        actor_class = ray.remote(ReplicaActor).options(**actor_options(self._num_threads, node))
+        actor_class = ray.remote(ReplicaActor).options(**actor_options(self._num_cpus, node))
         return RayReplica(f"spare-{self._num_spawned}", actor_class.remote(self._num_threads), node=node)

@@ -12,6 +12,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from graftlm.config import EngineConfig
+from graftlm.distributed.cores import cores_each
 from graftlm.distributed.gloo_collective import GlooCollective
 from graftlm.distributed.heartbeat import Pulse, start_heart
 from graftlm.distributed.messages import (
@@ -117,9 +118,8 @@ class RayPool:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        num_workers = config.num_stages * config.tensor_parallel
-        self._num_threads = config.worker_cpus or max(1, torch.get_num_threads() // num_workers)
-        self._cluster = RayCluster(config.ray_address, num_processes=num_workers, cpus_each=self._num_threads)
+        self._num_threads = cores_each(config)
+        self._cluster = RayCluster(config.ray_address, num_processes=config.num_processes, cpus_each=self._num_threads)
         self._spares = RaySpares(self._spawn)
         # Often enough that a beat that comes late is not taken for one that does not come.
         self._beat_seconds = min(1.0, config.worker_timeout_seconds / 8)

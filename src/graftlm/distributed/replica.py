@@ -155,6 +155,8 @@ class Replica:
                 adapter_bytes=state.adapter_bytes,
             ),
             known=frozenset(self._llm.adapters),
+            workers=self._llm.workers,
+            num_lost_workers=self._llm.num_lost_workers,
         )
 
     async def _run(self, request: ReplicaRequest) -> None:

@@ -141,7 +141,7 @@ class ReplicaGroup:
         self._homes = AdapterHomes()
         self._prefixes = PrefixIndex()
         self._policy = ExpectedCompletion(clock=time.monotonic, homes=self._homes, prefixes=self._prefixes)
-        self.num_lost = 0
+        self._num_lost = 0
         self._closing = threading.Event()
         self._handles: set[ReplicaHandle] = set()
         first: SimpleQueue[Exception | None] = SimpleQueue()
@@ -167,6 +167,12 @@ class ReplicaGroup:
     def spares(self) -> tuple[WorkerInfo, ...]:
         """Processes that take the place of a replica that is lost."""
         return self._pool.spares
+
+    @property
+    def num_lost(self) -> int:
+        """Replicas, and workers that replicas have replaced."""
+        with self._lock:
+            return self._num_lost + sum(member.status.num_lost_workers for member in self._members.values())
 
     def choose(self, request: RoutedRequest) -> Member | None:
         """Where a request goes; it counts as sent. None while there is no replica."""
@@ -285,7 +291,7 @@ class ReplicaGroup:
             self._table.leave(member.handle.id)
             self._homes.set_workers(list(self._members))
             self._prefixes.forget(member.handle.id)
-            self.num_lost += 1
+            self._num_lost += 1 + member.status.num_lost_workers
         self._residency.forget(member.handle.id)
         self._tell(Lost(member=member))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graftlm.distributed.messages import AdapterRecipe
-from graftlm.engine.executor import WorkerWork
+from graftlm.engine.executor import WorkerInfo, WorkerWork
 from graftlm.engine.outputs import CompletionOutput, TokenLogprob
 from graftlm.engine.request import Resumption
 from graftlm.engine.sampling_params import SamplingParams
@@ -69,12 +69,15 @@ class ReplicaStatus:
     """How a replica is.
 
     report: for routing. known: digests of the adapters that it has read, whether their weights are in memory or not.
+    workers: its own, if it has any; their adapters have digests for names. num_lost_workers: that were replaced.
     """
 
     report: WorkerReport
     load: ReplicaLoad
     work: WorkerWork
     known: frozenset[str]
+    workers: tuple[WorkerInfo, ...]
+    num_lost_workers: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,8 @@ from graftlm.distributed.messages import AdapterRecipe
 from graftlm.distributed.replica_group import GroupEvent, Joined, Lost, Member, ReplicaGroup, ReplicaPool
 from graftlm.distributed.replica_messages import ReplicaDelta, ReplicaFailure, ReplicaLoad, ReplicaRequest
 from graftlm.distributed.replica_residency import ReplicaResidency
-from graftlm.engine.executor import WorkerInfo, WorkerLoad
+from graftlm.distributed.replica_workers import describe_replicas
+from graftlm.engine.executor import WorkerInfo
 from graftlm.engine.job import Job, delta
 from graftlm.engine.metrics import EngineMetrics
 from graftlm.engine.outputs import RequestFailure, RequestOutput
@@ -47,7 +48,7 @@ class ReplicaSet:
     """`JobRunner` over replicas.
 
     Args:
-        config: of the whole. replica_config: of each replica. num_layers: of the model.
+        config: of the whole. replica_config: of each replica. layers: that each has; None if its workers do.
         wake: as for `ComputableModel.runner`.
 
     Raises:
@@ -61,14 +62,14 @@ class ReplicaSet:
         config: EngineConfig,
         replica_config: EngineConfig,
         *,
-        num_layers: int,
+        layers: tuple[int, int] | None,
         registry: AdapterRegistry,
         metrics: EngineMetrics,
         residency: ReplicaResidency,
         wake: Callable[[], None] | None,
     ) -> None:
         self._config = config
-        self._num_layers = num_layers
+        self._layers = layers
         self._registry = registry
         self._metrics = metrics
         self._residency = residency
@@ -108,27 +109,13 @@ class ReplicaSet:
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
-        adapters, held = self._registry.adapters, self._residency.by_replica()
         running = tuple(
-            WorkerInfo(
-                id=member.handle.id,
-                node=member.description.node,
-                pid=member.description.pid,
-                layers=(0, self._num_layers),
-                adapters=tuple(
-                    name
-                    for name, adapter in adapters.items()
-                    if adapter.digest in held.get(member.handle.id, frozenset())
-                ),
-                state="running",
-                work=member.status.work,
-                load=WorkerLoad(
-                    num_running=member.status.load.num_running,
-                    num_waiting=member.status.load.num_waiting,
-                    kv_cache_usage=1 - member.status.load.num_free_blocks / member.status.load.num_blocks,
-                ),
+            describe_replicas(
+                self._group.members,
+                layers=self._layers,
+                names=[(name, adapter.digest) for name, adapter in self._registry.adapters.items()],
+                held=self._residency.by_replica(),
             )
-            for member in self._group.members
         )
         return (*running, *self._group.spares)
 

@@ -11,20 +11,21 @@ import torch
 from graftlm.adapters import AdapterRegistry, LoadedAdapter
 from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
+from graftlm.distributed.cores import cores_each
 from graftlm.distributed.replica_group import ReplicaPool
 from graftlm.distributed.replica_residency import ReplicaResidency
 from graftlm.distributed.replica_set import ReplicaSet
+from graftlm.distributed.shared_cache import plan_shared_cache
 from graftlm.engine.adapter_loader import ReadWeights
-from graftlm.engine.cache_plan import DEFAULT_KV_CACHE_BYTES, plan_cache
+from graftlm.engine.cache_plan import DEFAULT_KV_CACHE_BYTES
 from graftlm.engine.executor import BetweenSteps, MovedStage, WorkerInfo
-from graftlm.engine.load_options import choose_dtype
 from graftlm.engine.memory import available_bytes
 from graftlm.engine.metrics import EngineMetrics
 from graftlm.engine.residency import Residency
 from graftlm.errors import ConfigurationError, DrainFailed
 from graftlm.models.base_weights import CheckpointWeights
-from graftlm.models.cache_layout import cache_shapes, cache_windows
 from graftlm.models.decoder import Decoder
+from graftlm.models.layout import lay_out
 from graftlm.models.read import read_spec
 
 _CPU = torch.device("cpu")
@@ -33,7 +34,8 @@ _UNLIMITED = 2**31 - 1
 
 
 class ReplicatedModel:
-    """`ComputableModel` on replicas, which start when it is asked for what runs jobs.
+    """`ComputableModel` on replicas, which start when it is asked for what runs jobs. Those that are to have workers
+    start them where they are.
 
     Args:
         checkpoint: of the model, which adapters are checked against. make_pool: where the replicas come from.
@@ -42,7 +44,6 @@ class ReplicatedModel:
         ConfigurationError, CheckpointError
     """
 
-    has_all_layers = True
     decoder: Decoder | None = None
 
     def __init__(
@@ -50,20 +51,14 @@ class ReplicatedModel:
     ) -> None:
         if config.device not in ("auto", "cpu"):
             raise ConfigurationError("replicas compute on the CPU", got=config.device, allowed="auto, cpu")
+        self.has_all_layers = not config.has_workers
         self._config = _config_of_each(config)
         self._make_pool = make_pool
         self._replicas: ReplicaSet | None = None
-        _, spec = read_spec(checkpoint)
-        self._num_layers = len(spec.layers)
+        family, spec = read_spec(checkpoint)
+        self._layers = None if config.has_workers else (0, len(spec.layers))
         self.vocab_size = spec.vocab_size
-        self.plan = plan_cache(
-            self._config,
-            cache_shapes(spec),
-            cache_windows(spec),
-            context_len=spec.max_position_embeddings,
-            dtype=choose_dtype(config.dtype, checkpoint),
-            device=_CPU,
-        )
+        self.plan = plan_shared_cache(self._config, checkpoint, spec, lay_out(spec, family.names))
         # One of its own: the other is closed once everything has been read.
         self.base = CheckpointWeights(open_checkpoint(config.model))
 
@@ -97,7 +92,7 @@ class ReplicatedModel:
             self._make_pool(config),
             config,
             self._config,
-            num_layers=self._num_layers,
+            layers=self._layers,
             registry=registry,
             metrics=metrics,
             residency=residency,
@@ -124,6 +119,6 @@ def _config_of_each(config: EngineConfig) -> EngineConfig:
         kv_cache_bytes=config.kv_cache_bytes or default_bytes,
         max_queued_requests=_UNLIMITED,
         replicas=None,
-        worker_cpus=None,
+        worker_cpus=cores_each(config) if config.has_workers else None,
         ray_address=None,
     )

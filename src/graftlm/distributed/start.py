@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-
-import torch
+from fractions import Fraction
 
 from graftlm.adapters import LoadedAdapter
 from graftlm.checkpoint import Checkpoint, open_checkpoint
 from graftlm.config import EngineConfig
-from graftlm.distributed.activation_journal import journal_bytes_per_token
 from graftlm.distributed.chain_bytes import chain_bytes
 from graftlm.distributed.gang import GangPool
 from graftlm.distributed.messages import StagePlan, WorkerMeasure
@@ -22,23 +19,22 @@ from graftlm.distributed.probe import Probe
 from graftlm.distributed.ray_node import ALONE, LOOPBACK
 from graftlm.distributed.replica_residency import ReplicaResidency
 from graftlm.distributed.replicated_model import ReplicatedModel
+from graftlm.distributed.shared_cache import plan_shared_cache
 from graftlm.distributed.span_balance import SpanBalance
 from graftlm.distributed.worker import Worker, WorkerLost, WorkerPool
-from graftlm.engine.cache_plan import plan_cache
 from graftlm.engine.load_options import choose_dtype
 from graftlm.engine.residency import Residency
 from graftlm.engine.served_model import ServedModel
 from graftlm.errors import ConfigurationError, EngineClosed
 from graftlm.models.base_weights import CheckpointWeights
-from graftlm.models.cache_layout import cache_shapes, cache_windows
+from graftlm.models.cache_layout import cache_windows
 from graftlm.models.divide import check_divisible
+from graftlm.models.layer_span import LayerSpan
 from graftlm.models.layout import ModelLayout, lay_out
 from graftlm.models.read import read_spec
 from graftlm.models.spec import ModelSpec
-from graftlm.models.tensor_share import share_model
-from graftlm.routing.spans import best_bounds
+from graftlm.routing.spans import Capacity, best_bounds
 
-_CPU = torch.device("cpu")
 # Starting a process and importing torch, on a machine that is busy with it.
 START_SECONDS = 900.0
 
@@ -56,12 +52,15 @@ def serve_on_ray(config: EngineConfig, checkpoint: Checkpoint, residency: Reside
 
 
 def serve_on_replicas(config: EngineConfig, checkpoint: Checkpoint) -> ReplicatedModel:
-    """A model on as many whole engines as the config says, in Ray actors.
+    """A model on as many whole engines as the config says, in Ray actors, each with workers if it says so.
 
     Raises:
-        ConfigurationError: Ray is not installed.
+        ConfigurationError: Ray is not installed, or the layers cannot be shared out among so many workers.
         CheckpointError
     """
+    if config.has_workers:
+        family, spec = read_spec(checkpoint)
+        _check_shares(config, spec, lay_out(spec, family.names))
     with _importing_ray(config):
         from graftlm.distributed.ray_replicas import RayReplicaPool
     return ReplicatedModel(config, checkpoint, RayReplicaPool)
@@ -101,27 +100,16 @@ def serve_on_workers(
             raise ConfigurationError("workers compute on the CPU", got=config.device, allowed="auto, cpu")
         family, spec = read_spec(checkpoint)
         layout = lay_out(spec, family.names)
-        dtype = choose_dtype(config.dtype, checkpoint)
-        plan = plan_cache(
-            config,
-            cache_shapes(_largest_share(config, spec, layout)),
-            cache_windows(spec),
-            context_len=spec.max_position_embeddings,
-            dtype=dtype,
-            device=_CPU,
-            journal_bytes=_journal_bytes(config, spec, dtype),
-        )
+        plan = plan_shared_cache(config, checkpoint, spec, layout)
         if config.tensor_parallel > 1:
             pool = GangPool(pool, config.tensor_parallel)
         work = chain_work(spec, layout)
         memory = chain_bytes(config, checkpoint, spec, work, plan.num_blocks)
         if config.worker_layers:
-            spans = explicit_spans(config.worker_layers, len(layout.layers))
+            spans = _told_spans(config, spec)
         else:
-            workers, measures = _measured(pool, config, Probe.of(layout, dtype))
+            workers, measures = _measured(pool, config, Probe.of(layout, choose_dtype(config.dtype, checkpoint)))
             spans = spans_of(best_bounds(work, capacities(measures), memory=memory))
-        for span in spans:
-            check_divisible(spec, span)
         # One of its own: this one is closed once everything has been read.
         base = CheckpointWeights(open_checkpoint(config.model))
     except BaseException:
@@ -149,18 +137,20 @@ def serve_on_workers(
     )
 
 
-def _largest_share(config: EngineConfig, spec: ModelSpec, layout: ModelLayout) -> ModelSpec:
-    """The model as the rank with most keys and values sees it: the first."""
-    if config.tensor_parallel == 1:
-        return spec
-    return replace(spec, layers=share_model(spec, layout, rank=0, size=config.tensor_parallel).layers)
+def _check_shares(config: EngineConfig, spec: ModelSpec, layout: ModelLayout) -> None:
+    """Raise ConfigurationError if the layers cannot be shared out so, whatever the workers can do."""
+    if config.worker_layers:
+        _told_spans(config, spec)
+        return
+    work = chain_work(spec, layout)
+    best_bounds(work, [Capacity(speed=Fraction(1))] * config.num_stages, memory=work)
 
 
-def _journal_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
-    """What a token takes in the journals of all stages together: the last one has none."""
-    if not config.activation_journal:
-        return 0
-    return (config.num_stages - 1) * journal_bytes_per_token(spec.hidden_size, dtype)
+def _told_spans(config: EngineConfig, spec: ModelSpec) -> tuple[LayerSpan, ...]:
+    spans = explicit_spans(config.worker_layers, len(spec.layers))
+    for span in spans:
+        check_divisible(spec, span)
+    return spans
 
 
 def _measured(

@@ -50,11 +50,12 @@ class WorkerLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerInfo:
-    """A process that computes some of the layers, or all of them: a replica.
+    """A process that computes some of the layers, or all of them, or has them computed: a replica.
 
-    node: where it is. layers: (start, stop); None for a spare. rank: where several share these layers out by tensors.
-    adapters: names of those it holds weights of. work: of the stage's first rank; None for the others and for spares.
-    load: of a replica; None for all others.
+    node: where it is. layers: (start, stop); None for a spare, and for a replica with workers of its own.
+    rank: where several share these layers out by tensors. adapters: names of those it holds weights of.
+    work: of the stage's first rank; None for the others and for spares. load: of a replica; None for all others.
+    replica: the id of the one that it works for, or is.
     """
 
     id: str
@@ -66,6 +67,7 @@ class WorkerInfo:
     rank: int | None = None
     work: WorkerWork | None = None
     load: WorkerLoad | None = None
+    replica: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

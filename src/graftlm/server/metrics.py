@@ -133,6 +133,7 @@ GAUGES = (
     Gauge(name="graft_adapter_bytes", text="Memory that adapters take.", read=lambda state: state.adapter_bytes),
 )
 WORKER = "worker"
+WORKER_LABELS = (WORKER, "node", "layers", "rank", "replica")
 WORKERS = ("graft_workers", "Processes that compute for the engine, by state: running or spare.")
 LOST_WORKERS = ("graft_workers_lost", "Workers that died or did not answer, and were replaced.")
 MOVES = (
@@ -210,7 +211,7 @@ def metric_table() -> Iterator[tuple[str, str, str, str]]:
     yield WORKERS[0], "gauge", "state", WORKERS[1]
     yield f"{LOST_WORKERS[0]}_total", "counter", "", LOST_WORKERS[1]
     yield f"{MOVES[0]}_total", "counter", "", MOVES[1]
-    yield WORKER_STATE[0], "gauge", "worker, node, layers, rank", WORKER_STATE[1]
+    yield WORKER_STATE[0], "gauge", ", ".join(WORKER_LABELS), WORKER_STATE[1]
     for worker in WORKER_SERIES:
         name = f"{worker.name}_total" if worker.kind == "counter" else worker.name
         yield name, worker.kind, WORKER, worker.text
@@ -318,12 +319,13 @@ def _series_of_workers(workers: Sequence[WorkerInfo]) -> Iterator[Family]:
     for state in ("running", "spare"):
         states.add_metric([state], sum(worker.state == state for worker in workers))
     yield states
-    up = GaugeMetricFamily(*WORKER_STATE, labels=[WORKER, "node", "layers", "rank"])
+    up = GaugeMetricFamily(*WORKER_STATE, labels=WORKER_LABELS)
     adapters = GaugeMetricFamily(*WORKER_ADAPTERS, labels=[WORKER])
     for worker in workers:
         if worker.layers is not None:
             start, stop = worker.layers
-            up.add_metric([worker.id, worker.node, f"{start}-{stop - 1}", str(worker.rank or 0)], 1)
+            labels = [worker.id, worker.node, f"{start}-{stop - 1}", str(worker.rank or 0), worker.replica or ""]
+            up.add_metric(labels, 1)
             adapters.add_metric([worker.id], len(worker.adapters))
     yield up
     yield adapters

@@ -49,8 +49,10 @@ class LoadStatus(TypedDict):
 
 
 class WorkerStatus(TypedDict):
-    """layers: from the first to before the second; null for a spare. rank: null where no others share them.
-    work: of the first rank; null for the others and for spares. load: of a replica; null for all others."""
+    """layers: from the first to before the second; null for a spare, and for a replica with workers of its own.
+    rank: null where no others share them.
+    work: of the first rank; null for the others and for spares. load: of a replica; null for all others.
+    replica: the id of the one that it works for, or is; null where there are none."""
 
     id: str
     node: str
@@ -61,6 +63,7 @@ class WorkerStatus(TypedDict):
     state: WorkerState
     work: WorkStatus | None
     load: LoadStatus | None
+    replica: str | None
 
 
 class EngineStatus(TypedDict):
@@ -147,6 +150,7 @@ def _worker_status(worker: WorkerInfo) -> WorkerStatus:
             "num_waiting": load.num_waiting,
             "kv_cache_usage": load.kv_cache_usage,
         },
+        "replica": worker.replica,
     }
 
 

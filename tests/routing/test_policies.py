@@ -66,10 +66,26 @@ def test_a_missing_adapter_goes_to_its_home() -> None:
     assert ours().choose(REQUEST, table) == homes.homes("a", 0.0)[0]
 
 
+def test_a_first_copy_does_not_wait_for_its_home_and_a_second_one_does() -> None:
+    """It is as good elsewhere; another copy would take the room of another adapter."""
+    names = [f"worker-{index}" for index in range(6)]
+    homes = AdapterHomes()
+    homes.set_workers(names)
+    home = homes.homes("a", 0.0)[0]
+    table = {name: replace(IDLE, num_loading=1 if name == home else 0) for name in names}
+    policy = ours()
+    for other in "bcdefghijklmnop":
+        # One of many has no more than one home.
+        policy.choose(replace(REQUEST, adapter=other), table_of(**table))
+    elsewhere = policy.choose(REQUEST, table_of(**table))
+    assert elsewhere != home
+    assert policy.choose(REQUEST, table_of(**{**table, elsewhere: busy(7)})) == home
+
+
 def test_a_worker_that_is_reading_other_adapters_is_avoided() -> None:
     policy, view = ours(), table_of(one=IDLE).get("one")
     reading = table_of(one=replace(IDLE, num_loading=3)).get("one")
-    more = policy.seconds(REQUEST, reading, is_home=True) - policy.seconds(REQUEST, view, is_home=True)
+    more = policy.seconds(REQUEST, reading) - policy.seconds(REQUEST, view)
     assert more == pytest.approx(3 * COSTS.load_seconds)
 
 
@@ -89,7 +105,7 @@ def test_a_worker_whose_cache_is_full_is_avoided() -> None:
 def test_a_worker_that_must_evict_an_adapter_is_avoided() -> None:
     policy = ours()
     full, free = (table_of(one=replace(IDLE, free_adapter_bytes=size)).get("one") for size in (0, 1000))
-    assert policy.seconds(REQUEST, full, is_home=True) > policy.seconds(REQUEST, free, is_home=True)
+    assert policy.seconds(REQUEST, full) > policy.seconds(REQUEST, free)
 
 
 def test_a_prompt_goes_where_its_beginning_went() -> None:

@@ -7,7 +7,10 @@ how vocabularies of different size meet is decided here, once.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,17 +36,23 @@ from graftlm.layers.patch import (
     ScaledWeight,
     Slot,
 )
+from graftlm.layers.patches_on_demand import PatchesOnDemand
 from graftlm.layers.transforms import Affine
 from graftlm.models.base_weights import BaseWeights
 from graftlm.models.site import LinearSite
 from graftlm.quantization import DenseWeight, Weight
 
 
+class _Pair(NamedTuple):
+    lora_a: Tensor
+    lora_b: Tensor
+    scaling: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class _MaskedPair:
     mask: InputMask
-    lora_a: Tensor
-    lora_b: Tensor
+    factors: _Pair
     gain: Tensor | None
 
 
@@ -53,7 +62,7 @@ class _LinearChanges:
     bias: Tensor | None = None
     input: InputTransform | None = None
     outputs: list[OutputTransform] = field(default_factory=list)
-    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    pairs: list[_Pair] = field(default_factory=list)
     masked: list[_MaskedPair] = field(default_factory=list)
     rows: ReplacedRows | None = None
 
@@ -105,18 +114,27 @@ class PatchBuilder:
             raise AdapterCorrupt(f"lora_B of {path} times its scaling is not finite")
         self.add_factors(path, lora_a, lora_b)
 
-    def add_factors(self, path: str, lora_a: Tensor, lora_b: Tensor) -> None:
-        """As `add_low_rank`, of factors that are being trained and may become what they must not be."""
-        self._linears[path].pairs.append((lora_a, lora_b))
+    def add_factors(self, path: str, lora_a: Tensor, lora_b: Tensor, scaling: float = 1.0) -> None:
+        """As `add_low_rank`, of factors that are being trained and may become what they must not be. scaling: of what
+        they add, still to be multiplied in."""
+        self._linears[path].pairs.append(_Pair(lora_a, lora_b, scaling))
 
     def add_masked_factors(
-        self, path: str, mask: InputMask, lora_a: Tensor, lora_b: Tensor, gain: Tensor | None = None
+        self,
+        path: str,
+        mask: InputMask,
+        lora_a: Tensor,
+        lora_b: Tensor,
+        scaling: float,
+        gain: Tensor | None = None,
     ) -> None:
-        """y += (u @ lora_a.T) @ lora_b.T + gain * (u @ W.T) with u = mask(x). Shapes as of `add_low_rank`; gain: [out].
+        """y += scaling * (u @ lora_a.T) @ lora_b.T + gain * (u @ W.T) with u = mask(x). Shapes as of `add_low_rank`;
+        gain: [out].
 
         Of adapters that are being trained; the layer's rows must be those of the batch.
         """
-        self._linears[path].masked.append(_MaskedPair(mask=mask, lora_a=lora_a, lora_b=lora_b, gain=gain))
+        pair = _MaskedPair(mask=mask, factors=_Pair(lora_a, lora_b, scaling), gain=gain)
+        self._linears[path].masked.append(pair)
 
     def add_prefix(self, prefix: PrefixPatch) -> None:
         """Keys and values of the virtual tokens."""
@@ -162,14 +180,25 @@ class PatchBuilder:
         self._embedding_changes().inputs = rows
 
     def build(self) -> ModelPatch:
-        head_path = self._base.sites.head_path
+        return self._with_linears({slot: self._fuse(parts) for slot, parts in self._by_slot().items()})
+
+    def build_on_demand(self) -> ModelPatch:
+        """As `build`, but the layers' patches are made when they are asked for: for factors that are being trained."""
+        makers = {slot: partial(self._fuse, parts) for slot, parts in self._by_slot().items()}
+        return self._with_linears(PatchesOnDemand(makers))
+
+    def _by_slot(self) -> dict[Slot, list[tuple[LinearSite, _LinearChanges]]]:
+        """Of each layer but the head, the modules that change and how."""
         by_slot: dict[Slot, list[tuple[LinearSite, _LinearChanges]]] = defaultdict(list)
         for path, site in self._base.sites.matrices.items():
-            if path in self._linears and path != head_path:
+            if path in self._linears and path != self._base.sites.head_path:
                 by_slot[site.slot].append((site, self._linears[path]))
-        embedding = self._embedding
+        return by_slot
+
+    def _with_linears(self, linears: Mapping[Slot, LinearPatch]) -> ModelPatch:
+        embedding, head_path = self._embedding, self._base.sites.head_path
         return ModelPatch(
-            linears={slot: self._fuse(parts) for slot, parts in by_slot.items()},
+            linears=linears,
             norms=dict(self._norms),
             embedding=None if embedding is None else EmbeddingPatch(**vars(embedding)),
             head=self._head(self._linears[head_path]) if head_path in self._linears else None,
@@ -219,7 +248,7 @@ class PatchBuilder:
             out_start=site.start,
             out_stop=site.stop,
             mask=pair.mask,
-            low_rank=self._update([(site, [(pair.lora_a, pair.lora_b)])]),
+            low_rank=self._update([(site, [pair.factors])]),
             scaled=scaled,
         )
 
@@ -240,18 +269,19 @@ class PatchBuilder:
             owned=changes.weight is not None,
         )
 
-    def _low_rank(self, parts: list[tuple[LinearSite, list[tuple[Tensor, Tensor]]]]) -> LoraUpdate | None:
+    def _low_rank(self, parts: list[tuple[LinearSite, list[_Pair]]]) -> LoraUpdate | None:
         return self._update(parts) if any(pairs for _, pairs in parts) else None
 
-    def _update(self, parts: list[tuple[LinearSite, list[tuple[Tensor, Tensor]]]]) -> LoraUpdate:
+    def _update(self, parts: list[tuple[LinearSite, list[_Pair]]]) -> LoraUpdate:
         """Modules of one fused layer share the product with their stacked As."""
         shrinks, expands, rank_start = [], [], 0
         for site, pairs in parts:
-            for lora_a, lora_b in pairs:
+            for lora_a, lora_b, scaling in pairs:
                 rank = lora_a.shape[0]
+                factor_b = self._exact(lora_b) if scaling == 1.0 else self._exact(lora_b) * scaling
                 expands.append(
                     LoraExpand(
-                        matrix=_laid_out(self._exact(lora_b).t()),
+                        matrix=_laid_out(factor_b.t()),
                         out_start=site.start,
                         out_stop=site.stop,
                         rank_start=rank_start,
@@ -260,7 +290,8 @@ class PatchBuilder:
                 )
                 shrinks.append(self._exact(lora_a))
                 rank_start += rank
-        update = LoraUpdate(shrink=_laid_out(torch.cat(shrinks).t()), expands=tuple(expands))
+        shrink = shrinks[0] if len(shrinks) == 1 else torch.cat(shrinks)
+        update = LoraUpdate(shrink=_laid_out(shrink.t()), expands=tuple(expands))
         # What is being trained stays what it is.
         return update if any(factor.requires_grad for factor in update.factors) else update.narrowed()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,9 +78,19 @@ class PackedKeyValues:
 
     Args:
         lengths: of the sequences, in packed order. windows: of the decoder's groups.
+        shared: the sets of keys and values that several layers read. All others are let go once they are read: with
+            them goes what autograd keeps of how they were made.
     """
 
-    def __init__(self, lengths: Sequence[int], windows: Sequence[int | None], device: torch.device) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        windows: Sequence[int | None],
+        device: torch.device,
+        *,
+        shared: Collection[int],
+    ) -> None:
+        self._shared = shared
         self._plans = [ops.plan_packed_attention(lengths, window=window, device=device) for window in windows]
         self._key_values: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -88,5 +98,5 @@ class PackedKeyValues:
         self._key_values[layer] = key, value
 
     def attend(self, layer: int, group: int, query: Tensor, scores: ops.AttentionScores) -> Tensor:
-        key, value = self._key_values[layer]
+        key, value = self._key_values[layer] if layer in self._shared else self._key_values.pop(layer)
         return ops.packed_attention(query, key, value, self._plans[group], scores)

@@ -173,6 +173,7 @@ class _Layers(TypedDict):
     norms: Mapping[Slot, Norm]
     shares: Mapping[Slot, MatrixShare]
     kv_shapes: tuple[KVShape, ...]
+    shared_kv_layers: frozenset[int]
     windows: tuple[int | None, ...]
     sites: SiteMap
     dtype: torch.dtype
@@ -211,6 +212,7 @@ class _Builder:
         self._kv_shapes: list[KVShape] = []
         # Of each layer so far, which of the shapes its keys and values have.
         self._cache_layers: list[int] = []
+        self._shared_kv_layers: set[int] = set()
 
     def decoder(self) -> Decoder:
         spec, layout = self._spec, self._layout
@@ -277,6 +279,7 @@ class _Builder:
             norms=self._norms,
             shares=self._shares,
             kv_shapes=tuple(self._kv_shapes),
+            shared_kv_layers=frozenset(self._shared_kv_layers),
             windows=self._windows,
             sites=map_sites(self._spec, self._names),
             dtype=self._dtype,
@@ -437,6 +440,7 @@ class _Builder:
         """Where the keys and values that a layer reads are."""
         if spec.kv_layer is not None:
             self._cache_layers.append(self._cache_layers[spec.kv_layer])
+            self._shared_kv_layers.add(self._cache_layers[-1])
             return self._cache_layers[-1]
         group = self._windows.index(spec.window)
         self._kv_shapes.append(KVShape(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, group=group))

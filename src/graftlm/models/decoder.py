@@ -52,6 +52,7 @@ class DecoderSpan:
     linears, norms: its layers by the slot adapters know them under. sites: where adapters can attach, in all spans.
     shares: which rows it has of linear layers that are divided among the spans.
     kv_shapes: what each of its layers of the cache holds. kv_start: how many layers the spans before have there.
+    shared_kv_layers: those of them that several layers read.
     windows: how far back each cache group of the whole decoder sees; None for all the way.
     """
 
@@ -65,6 +66,7 @@ class DecoderSpan:
     shares: Mapping[Slot, MatrixShare]
     kv_start: int
     kv_shapes: tuple[KVShape, ...]
+    shared_kv_layers: frozenset[int]
     windows: tuple[int | None, ...]
     sites: SiteMap
     dtype: torch.dtype

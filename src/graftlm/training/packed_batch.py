@@ -98,7 +98,7 @@ def pack(shares: Sequence[Share], decoder: Decoder) -> PackedBatch:
         logit_rows=_integers([], decoder.device),
         logit_segments=(),
     )
-    key_values = PackedKeyValues(lengths, decoder.windows, decoder.device)
+    key_values = PackedKeyValues(lengths, decoder.windows, decoder.device, shared=decoder.shared_kv_layers)
     return PackedBatch(batch=batch, key_values=key_values, targets=tuple(targets))
 
 

@@ -71,7 +71,7 @@ class TrainableAdapter:
         builder = PatchBuilder(self._base)
         for part in self._parts:
             part.add_to(builder, self._values, dropout)
-        return builder.build()
+        return builder.build_on_demand()
 
     def _given(self, tensors: Mapping[str, Tensor], fresh: Mapping[ParameterKey, Tensor]) -> dict[ParameterKey, Tensor]:
         found = ModuleTensors(tensors, self._base.sites)

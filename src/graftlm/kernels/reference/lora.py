@@ -94,10 +94,9 @@ def _add(out: Tensor, x: Tensor, segment: LoraSegment) -> Tensor:
         target = out_rows.narrow(1, expand.out_start, expand.out_stop - expand.out_start)
         factors = shrunk.narrow(1, expand.rank_start, expand.rank_stop - expand.rank_start)
         matrix = widened(expand.matrix)
-        if target.dtype == shrunk.dtype:
-            target.addmm_(factors, matrix)
-        else:
-            target.copy_(torch.addmm(target.to(shrunk.dtype), factors, matrix))
+        exact = target.to(shrunk.dtype).addmm_(factors, matrix)
+        if exact is not target:
+            target.copy_(exact)
     return shrunk
 
 
@@ -113,11 +112,7 @@ class _DifferentiableLora(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, x: Tensor, segments: tuple[LoraSegment, ...], *factors: Tensor) -> Tensor:
-        # Widened once for all segments; rows outside them come back with the bits they had.
-        exact, rows = out.to(factors[0].dtype), x.to(factors[0].dtype)
-        shrunk = [_add(exact, rows, segment) for segment in segments]
-        if exact is not out:
-            out.copy_(exact)
+        shrunk = [_add(out, x, segment) for segment in segments]
         ctx.mark_dirty(out)
         ctx.spans = [LoraSegment(segment.start, segment.stop, _spans(segment.update)) for segment in segments]
         ctx.save_for_backward(x, *shrunk, *factors)
@@ -129,23 +124,23 @@ class _DifferentiableLora(torch.autograd.Function):
         spans: list[LoraSegment] = ctx.spans
         shrunk, factors = saved[: len(spans)], iter(saved[len(spans) :])
         dtype = saved[-1].dtype
-        gradient, rows = gradients[0].to(dtype), x.to(dtype)
-        x_gradient = torch.zeros_like(rows) if ctx.needs_input_grad[1] else None
+        x_gradient = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
         factor_gradients: list[Tensor] = []
         for (start, stop, update), shrunk_rows in zip(spans, shrunk, strict=True):
             shrink = next(factors)
-            own, own_rows = gradient.narrow(0, start, stop - start), rows.narrow(0, start, stop - start)
+            own, own_rows = (rows.narrow(0, start, stop - start) for rows in (gradients[0], x))
             shrunk_gradient = torch.zeros_like(shrunk_rows)
             matrix_gradients = []
             for expand in update.expands:
-                columns = own.narrow(1, expand.out_start, expand.out_stop - expand.out_start)
+                # Widened a part at a time: all of it would be the largest tensor of the pass.
+                columns = own.narrow(1, expand.out_start, expand.out_stop - expand.out_start).to(dtype)
                 ranks = expand.rank_start, expand.rank_stop - expand.rank_start
                 shrunk_gradient.narrow(1, *ranks).addmm_(columns, next(factors).t())
                 matrix_gradients.append(torch.mm(columns.t(), shrunk_rows.narrow(1, *ranks)).t())
-            factor_gradients += [torch.mm(shrunk_gradient.t(), own_rows).t(), *matrix_gradients]
+            factor_gradients += [torch.mm(shrunk_gradient.t(), own_rows.to(dtype)).t(), *matrix_gradients]
             if x_gradient is not None:
-                torch.mm(shrunk_gradient, shrink.t(), out=x_gradient.narrow(0, start, stop - start))
-        return gradients[0], None if x_gradient is None else x_gradient.to(x.dtype), None, *factor_gradients
+                x_gradient.narrow(0, start, stop - start).copy_(torch.mm(shrunk_gradient, shrink.t()))
+        return gradients[0], x_gradient, None, *factor_gradients
 
 
 def _spans(update: LoraUpdate) -> LoraUpdate:

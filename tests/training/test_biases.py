@@ -1,4 +1,4 @@
-"""Biases that are trained beside the low-rank updates: PEFT's `bias`."""
+"""Biases that are trained beside the low-rank updates: PEFT's `bias` and `lora_bias`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from graftlm import LLM
-from graftlm.errors import ConfigurationError
+from graftlm.errors import AdapterUnsupported, ConfigurationError
 from graftlm.training import train
 from tests.parity.family_cases import FAMILY_CASES
 from tests.parity.oracle import LOUD, Oracle, assert_close
@@ -19,12 +19,18 @@ from tests.tiny import make_adapter, make_model
 from tests.training.peft_loop import completion_rows, write_rows
 from tests.training.test_gradients import assert_gradients_of_peft
 
+# PEFT's, of a bias that merging has no place for, and of one that looks like a part of a matrix.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
+    pytest.mark.filterwarnings("ignore:Adapter 'default'. .* LoRA tensor.* invalid shape"),
+]
 # A family -> which biases, and what else is trained.
 CASES: dict[str, dict[str, Any]] = {
     "llama_biases": {"bias": "lora_only"},
-    "gpt2": {"bias": "all"},
+    "gpt2": {"bias": "all", "lora_bias": True},
     "gpt_neox": {"bias": "all", "use_dora": True},
     "phi": {"bias": "all"},
+    "llama": {"lora_bias": True},
 }
 
 
@@ -35,6 +41,39 @@ def test_gradients_of_biases_are_those_of_peft(tmp_path: Path, family: str) -> N
     base = make_model(tmp_path / "base", case.config(), dtype=torch.float64)
     adapter = make_adapter(base, tmp_path / "adapter", scale=0.1, target_modules=[*case.targets], **CASES[family])
     assert_gradients_of_peft(base, adapter, tolerance=1e-8)
+
+
+def test_a_trained_lora_bias_has_the_same_logits_in_peft_and_in_graft(llama: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", completion_rows(["the cat sat on the mat", "ok"]))
+    out, targets = tmp_path / "out", "q_proj,down_proj,lm_head"
+    train(llama, data=data, output=out, steps=6, lr=2e-2, target_modules=targets, lora_bias=True, dropout=0.1)
+    tensors = safetensors.torch.load_file(out / "adapter_model.safetensors")
+    biases = [tensor for name, tensor in tensors.items() if name.endswith("lora_B.bias")]
+    assert len(biases) == len(tensors) // 3
+    assert all(bias.abs().max() > 0 for bias in biases)
+    ids = list(range(60, 80))
+    oracle = Oracle(llama)
+    expected = oracle.logits(ids, out)
+    llm = LLM(llama, adapters={"trained": out}, kv_cache_bytes=1 << 20)
+    assert_close(llm.logits(ids, adapter="trained"), expected)
+    llm.shutdown()
+    assert (expected - oracle.logits(ids)).abs().max() > LOUD
+
+
+@pytest.mark.parametrize(
+    ("settings", "got"),
+    [
+        ({"dora": True}, "dora"),
+        ({"target_modules": "q_proj,embed_tokens"}, "target_modules=model.embed_tokens"),
+    ],
+)
+def test_a_lora_bias_beside_what_peft_refuses_is_refused(
+    llama: Path, tmp_path: Path, settings: dict[str, Any], got: str
+) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", completion_rows())
+    with pytest.raises(AdapterUnsupported, match=f"lora_bias does not go with.*; got: {got};"):
+        train(llama, data=data, output=tmp_path / "out", steps=1, lora_bias=True, **settings)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("bias", ["lora_only", "all"])

@@ -36,6 +36,7 @@ class Pass:
     step: int = 0
     document: int = 0
     num_rows: int = 0
+    targets: tuple[int, ...] = ()
 
 
 class Masked(torch.nn.Module):
@@ -46,21 +47,37 @@ class Masked(torch.nn.Module):
         self._path, self._now = path, now
 
     def forward(self, x: Tensor) -> Tensor:
+        now = self._now
         dropout = Dropout(
-            rate=RATE, seed=SEED, step=self._now.step, lengths=(self._now.num_rows,), first_document=self._now.document
-        )
-        seen = dropout.mask(self._path)(x[0, : self._now.num_rows]) / (1 - RATE)
-        return torch.cat((seen, x[0, self._now.num_rows :]))[None]
+            rate=RATE, seed=SEED, step=now.step, lengths=(now.num_rows,), num_targets=(len(now.targets),),
+            first_document=now.document,
+        )  # fmt: skip
+        is_head = self._path == "lm_head"
+        rows = torch.tensor(now.targets if is_head else range(now.num_rows))
+        mask = dropout.head_mask(self._path) if is_head else dropout.mask(self._path)
+        return x.index_copy(1, rows, mask(x[0, rows])[None] / (1 - RATE))
 
 
 def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_losses_are_those_of_peft_with_the_same_elements_dropped(llama: Path, tmp_path: Path, dora: bool) -> None:
+ENDS = {"target_modules": ["down_proj", "lm_head"]}
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": ALL_PROJECTIONS},
+    "dora": {"target_modules": ALL_PROJECTIONS, "use_dora": True},
+    "lora-head": ENDS,
+    "dora-head": {**ENDS, "use_dora": True},
+    "lora_bias-head": {**ENDS, "lora_bias": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+@pytest.mark.filterwarnings("ignore:Adapter 'default'. .* LoRA tensor.* invalid shape")
+@pytest.mark.parametrize("method", METHODS)
+def test_losses_are_those_of_peft_with_the_same_elements_dropped(llama: Path, tmp_path: Path, method: str) -> None:
     rows = completion_rows()
-    start = make_adapter(llama, tmp_path / "start", target_modules=ALL_PROJECTIONS, use_dora=dora)
+    start = make_adapter(llama, tmp_path / "start", **METHODS[method])
     now = Pass()
     model = load(llama, start).train()
     for name, module in list(model.named_modules()):
@@ -75,6 +92,7 @@ def test_losses_are_those_of_peft_with_the_same_elements_dropped(llama: Path, tm
         for now.document, index in enumerate(batch):
             ids, learnt = encode_completion(llama, rows[index])
             now.num_rows = len(ids) - 1
+            now.targets = tuple(place - 1 for place, is_learnt in enumerate(learnt) if is_learnt)
             total = total + summed_loss(model, ids, learnt)
             count += sum(learnt)
         optimizer.zero_grad()
@@ -127,7 +145,7 @@ def test_what_is_dropped_depends_on_no_other_job_nor_on_how_passes_are_made(base
 
 def test_every_module_step_document_and_seed_has_a_mask_of_its_own() -> None:
     x = torch.ones(40, 50)
-    first = Dropout(rate=0.25, seed=1, step=2, lengths=(10, 30), first_document=3)
+    first = Dropout(rate=0.25, seed=1, step=2, lengths=(10, 30), num_targets=(15, 25), first_document=3)
     masks = [
         first.mask("a")(x),
         first.mask("b")(x),
@@ -139,8 +157,16 @@ def test_every_module_step_document_and_seed_has_a_mask_of_its_own() -> None:
         assert set(mask.unique().tolist()) == {0.0, 1.0}
         assert mask.mean().item() == pytest.approx(0.75, abs=0.05)
     assert not [pair for pair in pairwise(masks) if torch.equal(*pair)]
-    second = Dropout(rate=0.25, seed=1, step=2, lengths=(30,), first_document=4)
+    second = replace(first, lengths=(30,), num_targets=(25,), first_document=4)
     assert torch.equal(second.mask("a")(x[10:]), masks[0][10:])
+    assert torch.equal(second.head_mask("a")(x[15:]), first.head_mask("a")(x)[15:])
+
+
+def test_the_head_may_be_computed_a_part_of_the_rows_at_a_time() -> None:
+    x = torch.ones(40, 50)
+    mask = Dropout(rate=0.25, seed=1, step=2, lengths=(), num_targets=(10, 30), first_document=0).head_mask("a")
+    parts = [mask(x[:7]), mask.from_row(7)(x[7:25]), mask.from_row(7).from_row(18)(x[25:])]
+    assert torch.equal(torch.cat(parts), mask(x))
 
 
 def test_an_init_adapter_goes_on_with_its_dropout_unless_another_is_asked(llama: Path, tmp_path: Path) -> None:
@@ -158,7 +184,6 @@ def test_an_init_adapter_goes_on_with_its_dropout_unless_another_is_asked(llama:
         ({"dropout": 1.0}, "dropout is not usable; got: 1.0; allowed: a number from 0, below 1"),
         ({"dropout": -0.1}, "dropout is not usable"),
         ({"dropout": float("nan")}, "dropout is not usable"),
-        ({"dropout": 0.1, "target_modules": "q_proj,lm_head"}, "not offered for.*the output head; got: lm_head"),
     ],
 )
 def test_a_dropout_that_cannot_be_is_refused(llama: Path, tmp_path: Path, settings: dict[str, Any], match: str) -> None:

@@ -59,7 +59,8 @@ def _add_masked(out: Tensor, x: Tensor, update: MaskedUpdate) -> None:
     """out: [T, out], changed in place. x: [T, in]."""
     inputs = update.mask(x)
     if update.scaled is not None:
-        out[:, update.out_start : update.out_stop] += update.scaled.weight.matmul(inputs) * update.scaled.gain
+        own = out.narrow(1, update.out_start, update.out_stop - update.out_start)
+        own.add_(update.scaled.weight.matmul(inputs) * update.scaled.gain)
     ops.lora(out, inputs, [ops.LoraSegment(0, len(out), update.low_rank)])
 
 

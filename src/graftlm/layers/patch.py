@@ -11,7 +11,7 @@ absent costs nothing; nothing here ever writes to the base's weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NewType, Protocol
 
 from torch import Tensor
@@ -92,6 +92,10 @@ class InputMask(Protocol):
         """x: [T, in], all rows of a segment -> the same with some elements zero, [T, in], x unchanged."""
         ...
 
+    def from_row(self, row: int) -> InputMask:
+        """The mask of a segment without the rows before `row`; it may end earlier too."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledWeight:
@@ -115,6 +119,9 @@ class MaskedUpdate:
     @property
     def num_bytes(self) -> int:
         return self.low_rank.num_bytes + (0 if self.scaled is None else self.scaled.gain.nbytes)
+
+    def from_row(self, row: int) -> MaskedUpdate:
+        return replace(self, mask=self.mask.from_row(row))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +198,11 @@ class HeadPatch:
     def num_bytes(self) -> int:
         return self.linear.num_bytes + (0 if self.rows is None else self.rows.num_bytes)
 
+    def from_row(self, row: int) -> HeadPatch:
+        """For a segment without the rows before `row`."""
+        masked = tuple(update.from_row(row) for update in self.linear.masked)
+        return replace(self, linear=replace(self.linear, masked=masked))
+
 
 @dataclass(frozen=True, kw_only=True)
 class NormPatch:
@@ -261,6 +273,12 @@ class Segment:
     start: int
     stop: int
     patch: ModelPatch
+
+    def head_part(self, start: int, stop: int) -> Segment:
+        """What of it is among rows [start, stop) of those that the output head sees, counted from `start`."""
+        head, row = self.patch.head, max(start - self.start, 0)
+        patch = replace(self.patch, head=head.from_row(row)) if row and head is not None else self.patch
+        return Segment(start=self.start + row - start, stop=min(self.stop, stop) - start, patch=patch)
 
 
 def _bytes(tensor: Tensor | None) -> int:

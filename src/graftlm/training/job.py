@@ -50,6 +50,7 @@ class TrainingJob:
         beta: how closely dpo stays with the reference.
         rslora: scale by alpha / sqrt(rank) instead.
         dora: learn the length of each row of the adapted weights separately (DoRA).
+        lora_bias: learn a bias beside each adapted module's update, scaled as the update is.
         bias: whose biases are trained too: none, lora_only (the adapted modules'), or all (every linear layer's and
             norm's); default: none, or that of `init_adapter`.
         dropout: probability with which the updates do not see an element of their input while they are trained;
@@ -91,6 +92,7 @@ class TrainingJob:
     beta: float = 0.1
     rslora: bool = False
     dora: bool = False
+    lora_bias: bool = False
     bias: Bias | None = None
     dropout: float | None = None
     lr: float = 2e-4

@@ -118,6 +118,7 @@ class JobRun:
                 seed=self.job.seed,
                 step=self.step,
                 lengths=tuple(num_rows(document) for document in documents),
+                num_targets=tuple(len(document.targets) for document in documents),
                 first_document=first_document,
             )
         return self.trainable.patch(dropout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,8 +14,8 @@ from graftlm.layers.step import DecoderStep
 from graftlm.models.decoder import Decoder
 from graftlm.training.packed_batch import PackedBatch, Targets, join
 
-# Logits that exist at a time: 16 MB in float32, of which a backward pass needs a few copies.
-CHUNK_ELEMENTS = 1 << 22
+# Logits that exist at a time: 8 MB in float32, of which a backward pass needs a few copies.
+CHUNK_ELEMENTS = 1 << 21
 
 # From a share's negative log-probabilities, [documents] float64, to what the gradient of each is multiplied by.
 Slopes = Callable[[Tensor], Tensor]
@@ -106,11 +105,7 @@ def _recompute_block(block: Block, hidden: Tensor, step: DecoderStep) -> Tensor:
 def _logits(decoder: Decoder, rows: Tensor, targets: Targets, chunk: slice) -> Tensor:
     """Of a chunk's rows, [chunk, E] -> [chunk, V]."""
     segments = [
-        replace(
-            segment,
-            start=max(segment.start, chunk.start) - chunk.start,
-            stop=min(segment.stop, chunk.stop) - chunk.start,
-        )
+        segment.head_part(chunk.start, chunk.stop)
         for segment in targets.segments
         if segment.start < chunk.stop and segment.stop > chunk.start
     ]

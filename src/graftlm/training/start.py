@@ -81,21 +81,29 @@ def _make_start(raw: Mapping[str, Any], sites: SiteMap, tensors: Mapping[str, Te
         rows_reach_head=sites.tied_head and len(set(config.token_indices.values())) == 1,
         dropout=raw["lora_dropout"],
     )
-    _check_dropout(start, sites)
+    check_dropout("lora_dropout", start.dropout)
+    _check_goes_together(start, sites)
     return start
 
 
-def _check_dropout(start: Start, sites: SiteMap) -> None:
-    check_dropout("lora_dropout", start.dropout)
-    masked = [
-        *(path for path in start.targets if path == sites.head_path),  # which sees a part of the rows at a time
-        *(stack.path for stack in start.stacks),  # which PEFT refuses too
-    ]
-    if start.dropout and masked:
+def _check_goes_together(start: Start, sites: SiteMap) -> None:
+    """Raise for what PEFT refuses too."""
+    if start.dropout and start.stacks:
         raise AdapterUnsupported(
-            "dropout is not offered for the inputs of experts and of the output head",
-            got=", ".join(masked[:5]),
-            do="set dropout to 0, or leave them out of the targets",
+            "dropout is not offered for the inputs of experts",
+            got=", ".join(stack.path for stack in start.stacks[:5]),
+            do="set dropout to 0, or leave them out of target_parameters",
+        )
+    others = {
+        "dora": start.config.use_dora,
+        f"target_modules={sites.embedding_path}": sites.embedding_path in start.targets,
+        "target_parameters": bool(start.stacks),
+    }
+    if start.config.use_lora_bias and any(others.values()):
+        raise AdapterUnsupported(
+            "lora_bias does not go with what is asked beside it",
+            got=", ".join(name for name, is_asked in others.items() if is_asked),
+            do="leave lora_bias out, or them",
         )
 
 
@@ -107,6 +115,7 @@ def _fresh_config(job: TrainingJob, sites: SiteMap, model: str) -> dict[str, Any
         "inference_mode": True,
         "init_lora_weights": True,
         "lora_alpha": DEFAULT_ALPHA if job.alpha is None else job.alpha,
+        "lora_bias": job.lora_bias,
         "lora_dropout": job.dropout or 0.0,
         "modules_to_save": job.saved_modules or None,
         "peft_type": "LORA",
@@ -211,7 +220,6 @@ def _ends_with(path: str, name: str) -> bool:
 
 def _check_trainable(config: LoraConfig, sites: SiteMap) -> None:
     present = {
-        "lora_bias": config.use_lora_bias,
         "init_lora_weights": config.initialisation != "plain",
         "use_bdlora": config.is_block_diagonal,
         "target_parameters in the layout of PEFT before 0.19.1": (
@@ -225,7 +233,7 @@ def _check_trainable(config: LoraConfig, sites: SiteMap) -> None:
         raise AdapterUnsupported(
             "init_adapter uses what cannot be trained here",
             got=", ".join(names),
-            allowed="LoRA, rsLoRA, DoRA, bias, modules_to_save, trainable_token_indices, target_parameters",
+            allowed="LoRA, rsLoRA, DoRA, bias, lora_bias, modules_to_save, trainable_token_indices, target_parameters",
         )
 
 
@@ -237,6 +245,7 @@ def _check_same(job: TrainingJob, config: LoraConfig, sites: SiteMap) -> None:
             ("alpha", job.alpha, config.alpha),
             ("rslora", job.rslora or None, config.use_rslora),
             ("dora", job.dora or None, config.use_dora),
+            ("lora_bias", job.lora_bias or None, config.use_lora_bias),
             ("bias", job.bias and job.bias.replace("lora_only", "adapted"), config.bias),
             ("modules_to_save", job.saved_modules or None, list(config.modules_to_save)),
             ("target_parameters", job.parameters or None, list(config.target_parameters)),

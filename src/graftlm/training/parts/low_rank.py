@@ -12,11 +12,13 @@ from graftlm.adapters.config import LoraConfig
 from graftlm.adapters.methods.dora import dora_output, dora_scale
 from graftlm.adapters.patch_builder import PatchBuilder
 from graftlm.kernels import ops
+from graftlm.layers.transforms import Affine
 from graftlm.models.base_weights import BaseWeights
 from graftlm.training.dropout import Dropout
 from graftlm.training.parts.part import ParameterKey
 
 LINEAR_ROLES = ("lora_A.weight", "lora_B.weight")
+LORA_BIAS_ROLE = "lora_B.bias"
 EMBEDDING_ROLES = ("lora_embedding_A", "lora_embedding_B")
 MAGNITUDE_ROLE = "lora_magnitude_vector"
 
@@ -45,6 +47,8 @@ class LowRankPart:
                 site, (role_a, role_b) = self._base.sites.matrices[path], LINEAR_ROLES
                 values[ParameterKey(path, role_a)] = uniform_factor(rank, site.in_features, generator)
                 values[ParameterKey(path, role_b)] = torch.zeros(site.out_features, rank)
+                if self._config.use_lora_bias:
+                    values[ParameterKey(path, LORA_BIAS_ROLE)] = torch.zeros(site.out_features)
             if self._config.use_dora:
                 values[ParameterKey(path, MAGNITUDE_ROLE)] = self._lengths(path)
         return values
@@ -55,19 +59,24 @@ class LowRankPart:
         for path in self._targets:
             if path == self._base.sites.embedding_path:
                 self._add_embedding(builder, path, values)  # PEFT drops none of its inputs either
-            elif dropout is None:
+                continue
+            if self._config.use_lora_bias:
+                shift = values[ParameterKey(path, LORA_BIAS_ROLE)] * self._scaling(path)
+                builder.transform_output(path, Affine(shift=shift))
+            if dropout is None:
                 self._add_linear(builder, path, values)
             else:
                 self._add_masked(builder, path, values, dropout)
 
     def _add_linear(self, builder: PatchBuilder, path: str, values: Mapping[ParameterKey, Tensor]) -> None:
         lora_a, lora_b = (values[ParameterKey(path, role)] for role in LINEAR_ROLES)
+        if not self._config.use_dora:
+            builder.add_factors(path, lora_a, lora_b, self._scaling(path))
+            return
         factor_b = lora_b * self._scaling(path)
-        if self._config.use_dora:
-            scale = self._dora_scale(path, values, lora_a, factor_b)
-            builder.transform_output(path, dora_output(scale, self._base.bias(path)))
-            factor_b = factor_b * scale[:, None]
-        builder.add_factors(path, lora_a, factor_b)
+        scale = self._dora_scale(path, values, lora_a, factor_b)
+        builder.transform_output(path, dora_output(scale, self._base.bias(path)))
+        builder.add_factors(path, lora_a, factor_b * scale[:, None])
 
     def _add_masked(
         self, builder: PatchBuilder, path: str, values: Mapping[ParameterKey, Tensor], dropout: Dropout
@@ -77,12 +86,12 @@ class LowRankPart:
         Source: peft/tuners/lora/layer.py, Linear.forward, and lora/dora.py (0.21).
         """
         lora_a, lora_b = (values[ParameterKey(path, role)] for role in LINEAR_ROLES)
-        factor_b = lora_b * self._scaling(path)
-        gain = None
+        scaling, gain = self._scaling(path) * dropout.gain, None
         if self._config.use_dora:
-            scale = self._dora_scale(path, values, lora_a, factor_b)
-            factor_b, gain = factor_b * scale[:, None], (scale - 1) * dropout.gain
-        builder.add_masked_factors(path, dropout.mask(path), lora_a, factor_b * dropout.gain, gain)
+            scale = self._dora_scale(path, values, lora_a, lora_b * self._scaling(path))
+            lora_b, gain = lora_b * scale[:, None], (scale - 1) * dropout.gain
+        mask = dropout.head_mask(path) if path == self._base.sites.head_path else dropout.mask(path)
+        builder.add_masked_factors(path, mask, lora_a, lora_b, scaling, gain)
 
     def _dora_scale(self, path: str, values: Mapping[ParameterKey, Tensor], lora_a: Tensor, factor_b: Tensor) -> Tensor:
         weight = self._base.linear(path).dequantize()

@@ -8,8 +8,8 @@ time, so that other programs on the machine count for little; memory is the peak
 loads the model.
 
 memory: Graft over a base of layers as TinyLlama-1.1B has them, half of the 22, with random weights, in bfloat16 and in
-four bits (QLoRA, the head included), one conversation at a time, layers recomputed in the backward pass, as one does
-who is short of memory.
+four bits (QLoRA, the head included), one conversation at a time, with what `--gradient-checkpointing` does: layers are
+recomputed in the backward pass, and freed tensors go back to the system.
 
 joint: four jobs of one document each on SmolLM2-135M in bfloat16, an update of all four together and of one after the
 other, in turns.
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import platform
 import random
 import statistics
@@ -88,10 +89,13 @@ def write_data(path: Path, num_rows: int) -> None:
 def prepared(folder: Path, system: str, steps: int) -> tuple[Any, Any]:
     """Graft's base, and the job with its documents."""
     from graftlm.config import EngineConfig
+    from graftlm.models.heap import map_large_tensors
     from graftlm.training.job import make_job
     from graftlm.training.train import load_frozen_base, prepare_job
 
     is_wide = system in SYSTEMS["memory"]
+    if is_wide:
+        map_large_tensors()
     quantization = "nf4" if system == "graft-nf4" else None
     base = load_frozen_base(EngineConfig(
         model=folder / ("wide" if is_wide else "model"), dtype="float32" if system in SYSTEMS["speed"] else "bfloat16",
@@ -239,7 +243,9 @@ def measure(system: str, folder: Path, arguments: argparse.Namespace) -> dict[st
     command = [sys.executable, __file__, "--worker", system, "--folder", str(folder)]
     command += ["--steps", str(arguments.steps), "--threads", str(arguments.threads)]
     command += ["--repeats", str(arguments.repeats)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    # Weights that were quantised once are read from there by the next process, as a user's are.
+    environment = {**os.environ, "GRAFT_CACHE": str(folder / "cache")}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     print(f"{system}: {result}", file=sys.stderr, flush=True)
     return result

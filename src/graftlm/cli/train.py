@@ -48,7 +48,7 @@ def train(
         ),
     ] = None,
     gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Less memory, a third more time.")
+        bool, typer.Option("--gradient-checkpointing", help="Less memory, half as much time again or more.")
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoints in the output folders.")] = False,
     dry_run: Annotated[

@@ -16,6 +16,7 @@ from graftlm.engine.memory import return_free_memory
 from graftlm.errors import ConfigurationError, TrainingFailed
 from graftlm.kernels.registry import choose_training_kernels
 from graftlm.models.base_weights import DecoderWeights
+from graftlm.models.heap import map_large_tensors
 from graftlm.training.batch_order import permutation
 from graftlm.training.document import Document, Example
 from graftlm.training.documents import Documents, load_documents
@@ -100,7 +101,8 @@ def train_together(
 
     Args:
         config: the base, its dtype, quantisation and device.
-        gradient_checkpointing: compute each layer again in the backward pass: less memory, a third more time.
+        gradient_checkpointing: compute each layer again in the backward pass, and give every tensor's memory back to
+            the system at once, from now on and in the whole process: less memory, and half as much time again or more.
         resume: go on from the checkpoints in the jobs' output folders. Jobs that have finished stay as they are, unless
             all have.
         report: called after each update of a job. is_stopped: asked between updates; true saves checkpoints and ends.
@@ -114,6 +116,8 @@ def train_together(
     done = _finished_before(jobs) if resume else {}
     left = [job for job in jobs if job not in done]
     check_outputs(left, resume=resume)
+    if gradient_checkpointing:
+        map_large_tensors()
     base = load_frozen_base(config)
     prepared = [prepare_job(job, base, str(config.model)) for job in left]
     # What loading took and gave back is the heap's until it is told.

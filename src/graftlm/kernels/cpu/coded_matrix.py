@@ -86,7 +86,7 @@ class CodedMatrix:
         self._scale = _packed_values(codes.scale)
         self._minimum = None if codes.minimum is None else _packed_values(codes.minimum)
         self._zero = None if codes.zero is None else _in_panels(codes.zero.to(torch.int8))
-        self._table = None if is_signed else codes.table.contiguous()
+        self._table = None if is_signed else _copied(codes.table)
         self._order = codes.order
         self._matrix = _Matrix(
             rows=rows,
@@ -172,16 +172,22 @@ def _in_panels(values: Tensor) -> Tensor:
     """[out, groups] -> [ceil(out / 16), groups, 16], the last rows zeros."""
     rows, groups = values.shape
     padded = functional.pad(values, (0, 0, 0, -rows % PANEL_ROWS))
-    return padded.view(-1, PANEL_ROWS, groups).transpose(1, 2).contiguous()
+    return _copied(padded.view(-1, PANEL_ROWS, groups).transpose(1, 2))
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Contiguous, and never a view: of what a file maps, one small tensor would keep the whole in the process."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _packed_values(values: GroupValues) -> GroupValues:
     """The same in panels, but for those that rows have in common, and of a dtype that the library reads."""
     if isinstance(values, CodedValues):
-        return replace(values, codes=_in_panels(values.codes))
+        table, factors = _copied(values.table), _copied(values.factors)
+        return replace(values, codes=_in_panels(values.codes), table=table, factors=factors)
     stored = values.stored
     if values.row_groups is not None:
-        return PlainValues(stored=stored.float().contiguous(), row_groups=values.row_groups.int().contiguous())
+        return PlainValues(stored=_copied(stored.float()), row_groups=_copied(values.row_groups.int()))
     # The library widens float16 as if all were finite.
     is_kept = stored.dtype in _PLAIN_TYPES and (stored.dtype != torch.float16 or bool(stored.isfinite().all()))
     return PlainValues(stored=_in_panels(stored if is_kept else stored.float()))

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # Generate with Gemma
 #
-# One workload, computed in ten ways, from transformers' padded batch to four adapters mixed in one. No row prints a
+# One workload, computed in twelve ways, from transformers' padded batch to four adapters mixed in one. No row prints a
 # time before its answers are checked: in full precision they have to be the tokens that transformers computes for
 # each prompt alone; in four or eight bits, the logits must be no farther from full precision than those of
 # bitsandbytes.
@@ -22,8 +22,10 @@
 # layers is made on the spot: with so little to compute, its times are mostly the bookkeeping of each step.
 
 # %%
+import json
 import os
 import random
+import shutil
 import statistics
 import tempfile
 import time
@@ -32,9 +34,16 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import peft
 import torch
+from safetensors.torch import save_file
 from small_gemma import conversations, gemma_folder
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+)
 
 from graftlm import LLM, SamplingParams
 
@@ -132,6 +141,33 @@ def padded(model, **options):
 measure("transformers, padded batch", lambda: padded(model), expected)
 
 # %% [markdown]
+# transformers can batch continuously too: requests join and leave a running batch, over a paged cache. It is made for
+# GPUs and its own attention kernels; on a processor each step attends through a mask over the whole cache, which is
+# therefore kept small here. It has one set of weights for all requests, so that the last part of this page has no such
+# row.
+
+# %%
+small_cache = ContinuousBatchingConfig(page_size=64, num_blocks=64, max_batch_tokens=256, max_memory_percent=0.5)
+
+
+def continuous(model):
+    """Every request stops at its own length."""
+    with model.continuous_batching_context_manager(
+        generation_config=GenerationConfig(do_sample=False, eos_token_id=ends),
+        continuous_batching_config=small_cache,
+    ) as manager:
+        names = [manager.add_request(prompt, max_new_tokens=n) for prompt, n in zip(prompts, lengths, strict=True)]
+        found = {}
+        while len(found) < len(names):
+            result = manager.get_result(timeout=60)
+            if result.is_finished():
+                found[result.request_id] = without_end(result.generated_tokens)
+    return [found[name] for name in names]
+
+
+measure("transformers, continuous batching", lambda: continuous(model), expected)
+
+# %% [markdown]
 # ## Graft, a step at a time
 #
 # * *one by one* leaves out padding and batches alike;
@@ -149,7 +185,7 @@ context = 1024
 
 def engine(**options):
     given = {"dtype": "float32", "max_model_len": context, "prefix_cache": False, "max_num_batched_tokens": 1024}
-    return LLM(gemma, **{**given, "kv_cache_bytes": 256 << 20, **options})
+    return LLM(**{"model": gemma, **given, "kv_cache_bytes": 256 << 20, **options})
 
 
 def answers(llm, adapter=None):
@@ -215,6 +251,40 @@ for quantization, settings in {
     answers(llm)
     add(f"  + {quantization}", lambda llm=llm: answers(llm))
     llm.shutdown()
+
+# %% [markdown]
+# A checkpoint in eight-bit floats is another base, not an approximation of this one while it runs: transformers makes
+# full matrices of it where there is no GPU, and Graft's tokens over it have to be the same.
+
+# %%
+config = json.loads((gemma / "config.json").read_text())
+
+
+def write_fp8(folder, block=32):
+    """The layers' matrices as eight-bit floats, with a scale for each square of them; the rest as it is."""
+    shutil.copytree(gemma, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith("proj.weight"):
+            squares = tensor.unflatten(1, (-1, block)).unflatten(0, (-1, block))
+            scale = squares.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+            tensor = (squares / scale[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scale
+        if name != "lm_head.weight":
+            tensors[name] = tensor.contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    quantization = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return folder
+
+
+eight_bit_floats = write_fp8(scratch / "fp8")
+other = AutoModelForCausalLM.from_pretrained(eight_bit_floats, dtype=torch.float32)
+answered = alone(other)
+total = sum(len(answer) for answer in answered)
+llm = engine(model=eight_bit_floats, prefix_cache=True)
+measure("  + fp8", lambda: answers(llm), answered)
+llm.shutdown()
 
 # %% [markdown]
 # ## Four adapters in one batch

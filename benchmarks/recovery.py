@@ -1,9 +1,10 @@
 """What does it cost when workers die?
 
-SmolLM2-135M divided among workers of one thread each, 200 requests for the base and the demo's adapters, 16 at a time.
-Every 10 s one worker is killed (SIGKILL, each stage in turn; later if no spare has started yet). Once with the
-activation journal, by which only the replacement computes again, and once without it, so that all stages compute all
-tokens again. Every answer is compared with one process's; `deterministic` keeps what runs beside it out of its bits.
+SmolLM2-135M, multiplied by its file's 4-bit codes in bfloat16, divided among workers of one thread each; 200 requests
+for the base and the demo's adapters, 16 at a time. Every 10 s one worker is killed (SIGKILL, each stage in turn; later
+if no spare has started yet). Once with the activation journal, by which only the replacement computes again, and once
+without it, so that all stages compute all tokens again. Every answer is compared with one process's; `deterministic`
+keeps what runs beside it out of its bits.
 
     python benchmarks/recovery.py [--requests 200] [--concurrency 16] [--every 10] [--workers 2] [--prompt-len 96]
 
@@ -31,7 +32,7 @@ import torch
 from results import conditions, write_section
 
 from graftlm import LLM, AsyncLLM, SamplingParams
-from graftlm.demo import demo_adapters, demo_model, demo_quantization
+from graftlm.demo import demo_adapters, demo_model
 from graftlm.engine.executor import WorkerInfo
 from graftlm.errors import GraftError
 
@@ -150,10 +151,10 @@ def _stages(engine: AsyncLLM) -> list[WorkerInfo]:
 def options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "adapters": demo_adapters(),
+        "dtype": "bfloat16",
         "deterministic": True,
         "kv_cache_bytes": 1 << 28,
         "max_num_seqs": arguments.concurrency,
-        **demo_quantization(None),
     }
 
 
@@ -209,7 +210,7 @@ def report(
         cells = (name, len(run.silences), lost, wrong, silences, pauses, beyond, f"{run.seconds:.0f}")
         rows.append(f"| {' | '.join(map(str, cells))} |")
     lines = [
-        f"SmolLM2-135M in {arguments.workers} workers of one thread, {arguments.requests} requests of "
+        f"SmolLM2-135M, bfloat16, in {arguments.workers} workers of one thread, {arguments.requests} requests of "
         f"{arguments.prompt_len} + {OUTPUT_LEN} tokens for the base and {len(demo_adapters())} adapters, "
         f"{arguments.concurrency} at a time, a worker killed every {arguments.every:g} s. {conditions()}; load average "
         f"of the machine before and after each run: {', '.join(loads)}.",
@@ -230,12 +231,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--prompt-len", type=int, default=96)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     questions = make_questions(arguments)
     expected = expect(arguments, questions)
     runs, loads = {}, [f"{os.getloadavg()[0]:.1f}"]
     for name, journal in MODES.items():
         runs[name] = asyncio.run(disturb(arguments, questions, journal=journal))
         loads.append(f"{os.getloadavg()[0]:.1f}")
+        print(f"{name}: {len(runs[name].silences)} kills, {runs[name].seconds:.0f} s", flush=True)
     body, is_well = report(arguments, runs, expected, loads)
     print(body)
     write_section("Workers that are killed (`python benchmarks/recovery.py`)", body)

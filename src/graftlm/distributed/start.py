@@ -78,6 +78,9 @@ def _importing_ray(config: EngineConfig) -> Iterator[None]:
         # Ray reads it when it is imported. The node's address is 127.0.0.1 then, and nothing listens on any other.
         for name, value in ALONE.items():
             os.environ.setdefault(name, value)
+    # Read at import too. Otherwise a call after the cluster has ended would connect to any other that it finds, and a
+    # lost worker be replaced there.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         yield
     except ImportError as cause:

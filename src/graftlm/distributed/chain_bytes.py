@@ -9,9 +9,11 @@ import torch
 
 from graftlm.checkpoint import Checkpoint
 from graftlm.config import EngineConfig
+from graftlm.distributed.partition import chain_work, table_weights
 from graftlm.engine.load_options import choose_dtype, load_policy
 from graftlm.layers.kv_cache import kv_bytes_per_token
 from graftlm.models.cache_layout import cache_shapes
+from graftlm.models.layout import ModelLayout
 from graftlm.models.spec import ModelSpec
 from graftlm.models.stored_weights import stored_quantization
 from graftlm.quantization.bitsandbytes import QUANTIZERS
@@ -22,28 +24,34 @@ _SAMPLE = (256, 1024)
 
 
 def chain_bytes(
-    config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, work: ChainWeights, num_blocks: Sequence[int]
+    config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, layout: ModelLayout, num_blocks: Sequence[int]
 ) -> ChainWeights:
-    """Bytes of each layer's matrices, as the config will have them held, and of its keys and values.
+    """Bytes of each layer's matrices, as the config will have them held, and of its keys and values. A table that both
+    ends use counts twice, since both hold it.
 
     Args:
-        work: parameters of the layers and of both ends. num_blocks: of each cache group.
+        num_blocks: of each cache group.
 
     Raises:
         CheckpointError, ConfigurationError
     """
+    work, (before, looked_up) = chain_work(spec, layout), table_weights(layout)
     dtype = choose_dtype(config.dtype, checkpoint)
     policy = load_policy(config, checkpoint)
+    # Of the layers' matrices; of tables and the head.
     layer_rate, end_rate = Fraction(dtype.itemsize), Fraction(dtype.itemsize)
     if policy.quantization is not None:
         layer_rate = _quantized_rate(policy.quantization, dtype)
         end_rate = layer_rate if policy.quantize_head else end_rate
     elif policy.keep_stored and stored_quantization(checkpoint) is not None:
-        layer_rate = end_rate = min(layer_rate, _stored_rate(checkpoint, spec, work))
+        layer_rate = end_rate = min(layer_rate, _stored_rate(checkpoint, spec, work, before + looked_up * len(work.layers)))
     cached = _cached_bytes(config, spec, num_blocks, dtype)
     return ChainWeights(
-        layers=tuple(int(layer_rate * weight) + kept for weight, kept in zip(work.layers, cached, strict=True)),
-        before=int(end_rate * work.before),
+        layers=tuple(
+            int(layer_rate * weight + end_rate * looked_up) + kept
+            for weight, kept in zip(work.layers, cached, strict=True)
+        ),
+        before=int(end_rate * before),
         after=int(end_rate * work.after),
     )
 
@@ -53,8 +61,8 @@ def _quantized_rate(name: str, dtype: torch.dtype) -> Fraction:
     return Fraction(weight.num_bytes, _SAMPLE[0] * _SAMPLE[1])
 
 
-def _stored_rate(checkpoint: Checkpoint, spec: ModelSpec, work: ChainWeights) -> Fraction:
-    num_stored = sum(work.layers) + work.before + (0 if spec.head.tied else work.after)
+def _stored_rate(checkpoint: Checkpoint, spec: ModelSpec, work: ChainWeights, in_tables: int) -> Fraction:
+    num_stored = sum(work.layers) + in_tables + (0 if spec.head.tied else work.after)
     return Fraction(sum(identity.size for identity in checkpoint.weight_files.values()), num_stored)
 
 

@@ -39,18 +39,21 @@ def spans_of(bounds: Sequence[int]) -> tuple[LayerSpan, ...]:
 
 
 def chain_work(spec: ModelSpec, layout: ModelLayout) -> ChainWeights:
-    """Parameters of each layer's matrices, and of what makes its own inputs, if it has any; of what stands before the
-    first layer and after the last. A table that both ends use counts twice, since both hold it."""
+    """Parameters of each layer's matrices, of the projection of its own inputs, if it has any, and of the output head,
+    all of which are multiplied with. Tables are only looked up."""
     inputs = 0 if layout.layer_input_projection is None else _weight(layout.layer_input_projection)
-    if layout.layer_input_table is not None:
-        inputs += prod(layout.tables[layout.layer_input_table])
-    tables = [shape for path, shape in layout.tables.items() if path != layout.layer_input_table]
     return ChainWeights(
         layers=tuple(_layer_weight(layer) + inputs // len(layout.layers) for layer in layout.layers),
-        before=sum(map(prod, tables)),
+        before=0,
         after=_weight(layout.head),
         boundaries=boundaries(spec),
     )
+
+
+def table_weights(layout: ModelLayout) -> tuple[int, int]:
+    """Parameters of the tables before the first layer, and of each layer's part of the table of its own inputs."""
+    inputs = 0 if layout.layer_input_table is None else prod(layout.tables[layout.layer_input_table])
+    return sum(map(prod, layout.tables.values())) - inputs, inputs // len(layout.layers)
 
 
 def capacities(measures: Sequence[WorkerMeasure]) -> list[Capacity]:

@@ -107,7 +107,7 @@ def serve_on_workers(
         if config.tensor_parallel > 1:
             pool = GangPool(pool, config.tensor_parallel)
         work = chain_work(spec, layout)
-        memory = chain_bytes(config, checkpoint, spec, work, plan.num_blocks)
+        memory = chain_bytes(config, checkpoint, spec, layout, plan.num_blocks)
         if config.worker_layers:
             spans = _told_spans(config, spec)
         else:

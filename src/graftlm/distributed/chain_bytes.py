@@ -44,7 +44,9 @@ def chain_bytes(
         layer_rate = _quantized_rate(policy.quantization, dtype)
         end_rate = layer_rate if policy.quantize_head else end_rate
     elif policy.keep_stored and stored_quantization(checkpoint) is not None:
-        layer_rate = end_rate = min(layer_rate, _stored_rate(checkpoint, spec, work, before + looked_up * len(work.layers)))
+        layer_rate = end_rate = min(
+            layer_rate, _stored_rate(checkpoint, spec, work, before + looked_up * len(work.layers))
+        )
     cached = _cached_bytes(config, spec, num_blocks, dtype)
     return ChainWeights(
         layers=tuple(

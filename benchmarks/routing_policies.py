@@ -1,7 +1,7 @@
 """How long do requests wait in clusters of 8 to 1000 workers, by routing policy? Predicted by `graft simulate`.
 
 The steps are those of `benchmarks/step_costs.json`, which `graft bench --costs` has measured. Few workers see few
-requests, of which chance makes much: small clusters are simulated several times, with other requests, and medians shown.
+requests, of which chance makes much: small clusters are simulated several times, and medians shown.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _section(content: dict[str, Any], options: argparse.Namespace) -> str:
         [
             f"Steps as measured for {content['measured']}; {float(options.load):.0%} of what workers could compute, "
             "25 adapters of 10 MB for each worker and room for 16, 4 routers, reports every second, "
-            f"{options.seconds} s of requests of which the first quarter does not count; medians of {options.seeds} runs "
-            f"for clusters of up to {SMALL} workers. {conditions()}.",
+            f"{options.seconds} s of requests of which the first quarter does not count; medians of {options.seeds} "
+            f"runs for clusters of up to {SMALL} workers. {conditions()}.",
             "",
             "95th percentile of the wait until a request first computes, how many requests met the objective (first "
             "token within 2 s, others within 0.3 s each on average), and how many came before their adapter:",

@@ -157,6 +157,7 @@ class Replica:
             known=frozenset(self._llm.adapters),
             workers=self._llm.workers,
             num_lost_workers=self._llm.num_lost_workers,
+            num_moves=self._llm.num_moves,
         )
 
     async def _run(self, request: ReplicaRequest) -> None:

@@ -141,7 +141,8 @@ class ReplicaGroup:
         self._homes = AdapterHomes()
         self._prefixes = PrefixIndex()
         self._policy = ExpectedCompletion(clock=time.monotonic, homes=self._homes, prefixes=self._prefixes)
-        self._num_lost = 0
+        # Of replicas that are gone, and theirs.
+        self._num_lost = self._num_moves = 0
         self._closing = threading.Event()
         self._handles: set[ReplicaHandle] = set()
         first: SimpleQueue[Exception | None] = SimpleQueue()
@@ -173,6 +174,12 @@ class ReplicaGroup:
         """Replicas, and workers that replicas have replaced."""
         with self._lock:
             return self._num_lost + sum(member.status.num_lost_workers for member in self._members.values())
+
+    @property
+    def num_moves(self) -> int:
+        """Of layers, between replicas' workers."""
+        with self._lock:
+            return self._num_moves + sum(member.status.num_moves for member in self._members.values())
 
     def choose(self, request: RoutedRequest) -> Member | None:
         """Where a request goes; it counts as sent. None while there is no replica."""
@@ -292,6 +299,7 @@ class ReplicaGroup:
             self._homes.set_workers(list(self._members))
             self._prefixes.forget(member.handle.id)
             self._num_lost += 1 + member.status.num_lost_workers
+            self._num_moves += member.status.num_moves
         self._residency.forget(member.handle.id)
         self._tell(Lost(member=member))
 

@@ -70,6 +70,7 @@ class ReplicaStatus:
 
     report: for routing. known: digests of the adapters that it has read, whether their weights are in memory or not.
     workers: its own, if it has any; their adapters have digests for names. num_lost_workers: that were replaced.
+    num_moves: of their layers.
     """
 
     report: WorkerReport
@@ -78,6 +79,7 @@ class ReplicaStatus:
     known: frozenset[str]
     workers: tuple[WorkerInfo, ...]
     num_lost_workers: int
+    num_moves: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,6 +123,10 @@ class ReplicaSet:
     def num_lost_workers(self) -> int:
         return self._group.num_lost
 
+    @property
+    def num_moves(self) -> int:
+        return self._group.num_moves
+
     def add(self, job: Job) -> None:
         """Start a job. Its adapter goes back to the registry when it ends, however it ends."""
         flight = _Flight(job=job, routed=_routed(job, self._config.block_size))

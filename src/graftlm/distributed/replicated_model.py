@@ -70,8 +70,9 @@ class ReplicatedModel:
     def num_lost_workers(self) -> int:
         return 0 if self._replicas is None else self._replicas.num_lost_workers
 
-    # Replicas stay where they are, with all layers.
-    num_moves = 0
+    @property
+    def num_moves(self) -> int:
+        return 0 if self._replicas is None else self._replicas.num_moves
 
     def drain(self, target: str, between_steps: BetweenSteps) -> tuple[MovedStage, ...]:
         raise DrainFailed("replicas cannot be drained", got=target, do="start a server with fewer, or with workers")

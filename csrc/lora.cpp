@@ -133,6 +133,7 @@ void lora(O *out, const X *x, const Segment *segments, int64_t num_segments, int
     Tiles tiles(depth, width);
     int64_t size = 0, work = 0;
     for (int64_t s = 0; s < num_segments; s++) {
+        if (!segments[s].update) continue;
         int64_t ranks = (segments[s].stop - segments[s].start) * segments[s].update->rank;
         size += ranks;
         work += ranks * depth;
@@ -142,6 +143,7 @@ void lora(O *out, const X *x, const Segment *segments, int64_t num_segments, int
     float *shrunk = scratch.data();
     for (int64_t s = 0; s < num_segments; s++) {
         const Update *update = segments[s].update;
+        if (!update) continue;
         if (kHasTiles && !by_row && Tiles::takes(segments[s])) {
             tiles.add(segments[s]);
             continue;

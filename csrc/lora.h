@@ -24,7 +24,7 @@ struct Update {
 
 struct Segment {
     int64_t start, stop;
-    const Update *update;
+    const Update *update;  // or null, for rows that are left alone
 };
 
 }  // namespace graft

@@ -5,6 +5,14 @@
 namespace graft {
 namespace {
 
+// total += residual, rounded to their type.
+template <typename T> void add_row(T *total, const T *residual, int64_t columns) {
+    for (int64_t c = 0; c < columns; c += kLanes) {
+        int count = int(std::min<int64_t>(columns - c, kLanes));
+        store_some(total + c, load_some(total + c, count) + load_some(residual + c, count), count);
+    }
+}
+
 template <typename T, typename W>
 void rms_norm_row(T *out, const T *x, const W *weight, int64_t columns, float eps) {
     Vec squares{};
@@ -30,6 +38,17 @@ void rms_norm(T *out, const T *x, const W *weight, int64_t rows, int64_t columns
     parallel(rows, threads_for(rows * columns * kNormWork, threads), [=](int64_t start, int64_t stop) {
         for (int64_t row = start; row < stop; row++)
             rms_norm_row(out + row * columns, x + row * columns, weight, columns, eps);
+    });
+}
+
+template <typename T, typename W>
+void add_rms_norm(T *out, T *total, const T *residual, const W *weight, int64_t rows, int64_t columns, float eps,
+                  int threads) {
+    parallel(rows, threads_for(rows * columns * kNormWork, threads), [=](int64_t start, int64_t stop) {
+        for (int64_t at = start * columns; at < stop * columns; at += columns) {
+            add_row(total + at, residual + at, columns);
+            rms_norm_row(out + at, total + at, weight, columns, eps);
+        }
     });
 }
 
@@ -66,6 +85,17 @@ void layer_norm(T *out, const T *x, const T *weight, const T *bias, int64_t rows
     });
 }
 
+template <typename T>
+void add_layer_norm(T *out, T *total, const T *residual, const T *weight, const T *bias, int64_t rows,
+                    int64_t columns, float eps, int threads) {
+    parallel(rows, threads_for(rows * columns * kNormWork, threads), [=](int64_t start, int64_t stop) {
+        for (int64_t at = start * columns; at < stop * columns; at += columns) {
+            add_row(total + at, residual + at, columns);
+            layer_norm_row(out + at, total + at, weight, bias, columns, eps);
+        }
+    });
+}
+
 }  // namespace
 }  // namespace graft
 
@@ -82,6 +112,20 @@ GRAFT_API void graft_rms_norm(void *out, const void *x, const void *weight, int 
         rms_norm((bf16 *)out, (const bf16 *)x, (const bf16 *)weight, rows, columns, eps, threads);
 }
 
+// The same of total + residual, which `total` becomes.
+GRAFT_API void graft_add_rms_norm(void *out, void *total, const void *residual, const void *weight, int dtype,
+                                  int weight_dtype, int64_t rows, int64_t columns, float eps, int threads) {
+    if (dtype == 0)
+        add_rms_norm((float *)out, (float *)total, (const float *)residual, (const float *)weight, rows, columns, eps,
+                     threads);
+    else if (weight_dtype == 0)
+        add_rms_norm((bf16 *)out, (bf16 *)total, (const bf16 *)residual, (const float *)weight, rows, columns, eps,
+                     threads);
+    else
+        add_rms_norm((bf16 *)out, (bf16 *)total, (const bf16 *)residual, (const bf16 *)weight, rows, columns, eps,
+                     threads);
+}
+
 // out, x: [rows, columns]. weight, bias: [columns] of the same dtype, or null.
 GRAFT_API void graft_layer_norm(void *out, const void *x, const void *weight, const void *bias, int dtype,
                                 int64_t rows, int64_t columns, float eps, int threads) {
@@ -91,4 +135,15 @@ GRAFT_API void graft_layer_norm(void *out, const void *x, const void *weight, co
     else
         layer_norm((bf16 *)out, (const bf16 *)x, (const bf16 *)weight, (const bf16 *)bias, rows, columns, eps,
                    threads);
+}
+
+// The same of total + residual, which `total` becomes.
+GRAFT_API void graft_add_layer_norm(void *out, void *total, const void *residual, const void *weight, const void *bias,
+                                    int dtype, int64_t rows, int64_t columns, float eps, int threads) {
+    if (dtype == 0)
+        add_layer_norm((float *)out, (float *)total, (const float *)residual, (const float *)weight,
+                       (const float *)bias, rows, columns, eps, threads);
+    else
+        add_layer_norm((bf16 *)out, (bf16 *)total, (const bf16 *)residual, (const bf16 *)weight, (const bf16 *)bias,
+                       rows, columns, eps, threads);
 }

@@ -124,28 +124,33 @@ inline Vec gather(const float *from, UintVec index) {
 #endif
 }
 
-// Lanes are added pairwise, in a fixed order: the upper half to the lower, again and again.
+// Lanes are joined pairwise, in a fixed order: the upper half to the lower, again and again.
 typedef float Vec4 __attribute__((vector_size(16)));
-inline float sum_of(Vec4 value) {
-    Vec4 pairs = value + __builtin_shufflevector(value, value, 2, 3, 2, 3);
-    return pairs[0] + pairs[1];
+template <typename Join> float joined(Vec4 value, const Join &join) {
+    Vec4 pairs = join(value, __builtin_shufflevector(value, value, 2, 3, 2, 3));
+    return join(pairs[0], pairs[1]);
 }
-#if defined(__AVX512F__)
-inline float sum(Vec value) {
-    typedef float Vec8 __attribute__((vector_size(32)));
-    Vec8 eight = __builtin_shufflevector(value, value, 0, 1, 2, 3, 4, 5, 6, 7) +
-                 __builtin_shufflevector(value, value, 8, 9, 10, 11, 12, 13, 14, 15);
-    return sum_of(__builtin_shufflevector(eight, eight, 0, 1, 2, 3) +
-                  __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
+#if defined(__AVX2__)
+typedef float Vec8 __attribute__((vector_size(32)));
+template <typename Join> float joined(Vec8 value, const Join &join) {
+    return joined(join(__builtin_shufflevector(value, value, 0, 1, 2, 3),
+                       __builtin_shufflevector(value, value, 4, 5, 6, 7)),
+                  join);
 }
-#elif defined(__AVX2__)
-inline float sum(Vec value) {
-    return sum_of(__builtin_shufflevector(value, value, 0, 1, 2, 3) +
-                  __builtin_shufflevector(value, value, 4, 5, 6, 7));
-}
-#else
-inline float sum(Vec value) { return sum_of(value); }
 #endif
+#if defined(__AVX512F__)
+template <typename Join> float joined(Vec value, const Join &join) {
+    return joined(join(__builtin_shufflevector(value, value, 0, 1, 2, 3, 4, 5, 6, 7),
+                       __builtin_shufflevector(value, value, 8, 9, 10, 11, 12, 13, 14, 15)),
+                  join);
+}
+#endif
+inline float sum(Vec value) {
+    return joined(value, [](auto a, auto b) { return a + b; });
+}
+inline float largest(Vec value) {
+    return joined(value, [](auto a, auto b) { return a > b ? a : b; });
+}
 
 inline Vec select(IntVec where, Vec yes, Vec no) {
     return (Vec)(((IntVec)yes & where) | ((IntVec)no & ~where));

@@ -19,8 +19,9 @@ from graftlm.distributed.in_process import Fault
 from graftlm.distributed.thread_collective import ThreadGroup
 from graftlm.errors import AdapterUnsupported, ConfigurationError
 from graftlm.kernels.ops import LoraExpand, LoraUpdate
-from graftlm.layers.patch import LinearPatch, ModelPatch, Segment, Slot
+from graftlm.layers.patch import LinearPatch, ModelPatch, Slot
 from graftlm.layers.row_parallel import RowParallelLinear
+from graftlm.layers.segments import Segment, Segments
 from graftlm.models.layout import lay_out
 from graftlm.models.read import read_spec
 from graftlm.models.tensor_share import share_model
@@ -233,7 +234,7 @@ class RowParallelCase:
             )
             patch = LinearPatch(low_rank=LoraUpdate(shrink=shrinks[index].contiguous(), expands=(expand,)))
             layer = RowParallelLinear(slot, DenseWeight(self.weight[:, own].contiguous()), self.bias, group.join(index))
-            return layer(self.x[:, own], [Segment(start=0, stop=7, patch=ModelPatch(linears={slot: patch}))])
+            return layer(self.x[:, own], Segments([Segment(start=0, stop=7, patch=ModelPatch(linears={slot: patch}))]))
 
         with ThreadPoolExecutor(2) as threads:
             first, second = threads.map(rank, range(2))

@@ -12,18 +12,19 @@ from graftlm.kernels import ops
 from graftlm.kernels.cpu.backend import cpu_kernels
 from graftlm.kernels.cpu.library import LEVELS, Level, open_library, runnable_levels
 from graftlm.kernels.kernel_set import Kernels
-from graftlm.kernels.ops import AttentionScores, LoraExpand, LoraSegment, LoraUpdate
+from graftlm.kernels.ops import (
+    AdapterRows,
+    AttentionScores,
+    LoraExpand,
+    LoraSegment,
+    LoraUpdate,
+    LoraUpdates,
+    TokenDraw,
+)
 from graftlm.kernels.registry import DETERMINISTIC, REFERENCE
 
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
-
-
-@pytest.fixture(params=LEVELS, scope="module")
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """Those of one level, or of the portable one where this machine lacks it."""
-    level: Level = request.param if request.param in runnable_levels() else "portable"
-    return cpu_kernels(open_library(level), REFERENCE)
 
 
 @pytest.fixture(params=LEVELS, scope="module")
@@ -110,6 +111,36 @@ def test_norms_are_those_of_torch(kernels: Kernels, dtype: torch.dtype, columns:
         assert_like(kernels.rms_norm(x, gain, 1e-5), REFERENCE.rms_norm(x, gain, 1e-5))
     assert_like(kernels.layer_norm(x, weight, bias, 1e-5), REFERENCE.layer_norm(x, weight, bias, 1e-5))
     assert_like(kernels.layer_norm(x, None, None, 1e-5), REFERENCE.layer_norm(x, None, None, 1e-5))
+
+
+@pytest.mark.parametrize("columns", [1, 16, 31, 576])
+def test_the_norm_of_a_sum_is_that_of_torch(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
+    branch, residual = noise(7, columns, dtype=dtype) * 3, noise(7, columns, dtype=dtype, seed=3)
+    weight, bias = noise(columns, dtype=dtype, seed=1), noise(columns, dtype=dtype, seed=2)
+    for gain in (None, weight, weight.float()):
+        total, normed = kernels.add_rms_norm(branch.clone(), residual, gain, 1e-5)
+        # The sum is rounded as torch rounds it, so the norm is that of the same numbers.
+        assert torch.equal(total, branch + residual)
+        assert torch.equal(normed, kernels.rms_norm(branch + residual, gain, 1e-5))
+        assert_like(normed, REFERENCE.add_rms_norm(branch, residual, gain, 1e-5)[1])
+    for own in ((weight, bias), (None, None)):
+        total, normed = kernels.add_layer_norm(branch.clone(), residual, *own, 1e-5)
+        assert torch.equal(total, branch + residual)
+        assert torch.equal(normed, kernels.layer_norm(branch + residual, *own, 1e-5))
+        assert_like(normed, REFERENCE.add_layer_norm(branch, residual, *own, 1e-5)[1])
+
+
+def test_what_needs_a_gradient_is_not_written_to(kernels: Kernels) -> None:
+    branch, residual = noise(3, 8), noise(3, 8, seed=1).requires_grad_()
+    before = branch.clone()
+    total, normed = kernels.add_rms_norm(branch, residual, None, 1e-5)
+    (total + normed).sum().backward()
+    assert torch.equal(branch, before)
+    assert residual.grad is not None
+    weight = noise(8, seed=2).requires_grad_()
+    (kernels.rms_norm(branch, weight, 1e-5) + kernels.add_rms_norm(branch, before, weight, 1e-5)[1]).sum().backward()
+    assert torch.equal(branch, before)
+    assert weight.grad is not None
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu"])
@@ -280,7 +311,77 @@ def test_keys_are_written_where_their_slots_are(kernels: Kernels, dtype: torch.d
     assert torch.equal(caches[1], caches[3])
 
 
+@pytest.mark.parametrize(("head_dim", "rotated"), [(64, 64), (32, 16), (20, 20), (6, 4)])
+@pytest.mark.parametrize("order", ["apart", "keys are values", "not in rows"])
+def test_rotating_and_writing_at_once_is_the_same(
+    kernels: Kernels, dtype: torch.dtype, head_dim: int, rotated: int, order: str
+) -> None:
+    fused = noise(5, 7 * head_dim + 7, dtype=dtype)[:, 7:].view(5, 7, head_dim)
+    query, key, value = fused[:, :3], fused[:, 3:5], fused[:, 5:]
+    if order == "keys are values":
+        value = key
+    if order == "not in rows":
+        key = key.transpose(1, 2).contiguous().transpose(1, 2)
+    angle = noise(5, 1, rotated // 2, seed=1)
+    angles = angle.cos().to(dtype), angle.sin().to(dtype)
+    slots = torch.tensor([7, 0, 20, 13, 23])
+    caches = [noise(3, 8, 2, head_dim, dtype=dtype, seed=4) for _ in range(4)]
+    expected = kernels.apply_rotary(query, *angles)
+    kernels.write_kv(kernels.apply_rotary(key, *angles), value, caches[2], caches[3], slots)
+    assert_like(kernels.rotate_and_write(query, key, value, *angles, *caches[:2], slots), expected)
+    assert_like(caches[0], caches[2])
+    assert torch.equal(caches[1], caches[3])
+
+
 def test_float16_is_left_to_torch(kernels: Kernels) -> None:
     x = noise(3, 8, dtype=torch.float16)
     assert kernels.pack(x) is None
     assert torch.equal(kernels.rms_norm(x, None, 1e-5), REFERENCE.rms_norm(x, None, 1e-5))
+    total, normed = kernels.add_rms_norm(x.clone(), x, None, 1e-5)
+    assert torch.equal(total, x + x)
+    assert torch.equal(normed, REFERENCE.rms_norm(x + x, None, 1e-5))
+    draw = TokenDraw(seed=1, answer=0, position=0, temperature=1.0, top_p=0.9, min_p=0.0, top_k=0)
+    assert kernels.draw_tokens(x, [draw] * 3) == REFERENCE.draw_tokens(x, [draw] * 3)
+
+
+def test_updates_that_are_planned_for_all_layers_are_those_of_each(kernels: Kernels, dtype: torch.dtype) -> None:
+    first, second = updates(torch.float32, (4, 8, 3), 70, (270, 13, 17)), updates(torch.float32, (2,), 70, (300,))
+    adapters = [
+        AdapterRows(1, 4, LoraUpdates(by_layer={"one": first, "two": second})),
+        AdapterRows(4, 5, LoraUpdates(by_layer={})),
+        AdapterRows(5, 9, LoraUpdates(by_layer={"two": first, "three": second})),
+    ]
+    expected = {
+        "one": [LoraSegment(1, 4, first)],
+        "two": [LoraSegment(1, 4, second), LoraSegment(5, 9, first)],
+        "three": [LoraSegment(5, 9, second)],
+    }
+    x, base = noise(10, 70, dtype=dtype), noise(10, 300, dtype=dtype, seed=1)
+    for layers in (None, ["two", "nobody's", "three"]):
+        # The second time what is known of the adapters is used again.
+        for plan in (kernels.plan_lora(adapters, layers), kernels.plan_lora(adapters[::2], layers)):
+            for layer in layers or expected:
+                planned = plan.segments(layer)
+                assert (planned is None) == (layer not in expected)
+                if planned is not None:
+                    out, alone = base.clone(), base.clone()
+                    kernels.lora(out, x, planned)
+                    kernels.lora(alone, x, expected[layer])
+                    assert torch.equal(out, alone)
+                    assert [(start, stop) for start, stop, _ in planned] == [own[:2] for own in expected[layer]]
+    assert REFERENCE.plan_lora(adapters, None).segments("two") == expected["two"]
+    nothing = [AdapterRows(0, 1, LoraUpdates(by_layer={}))]
+    assert kernels.plan_lora(nothing, []).segments("one") is None
+    assert kernels.plan_lora(nothing, None).segments("nobody's") is None
+
+
+def test_plans_with_what_the_library_does_not_take_are_carried_out(kernels: Kernels) -> None:
+    update = updates(torch.float64, (4,), 70, (300,))
+    plan = kernels.plan_lora([AdapterRows(1, 4, LoraUpdates(by_layer={"one": update}))], None)
+    x, out = noise(5, 70), noise(5, 300, seed=1)
+    expected = out.clone()
+    planned = plan.segments("one")
+    assert planned is not None
+    kernels.lora(out, x, planned)
+    REFERENCE.lora(expected, x, [LoraSegment(1, 4, update)])
+    assert torch.equal(out, expected)

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3RotaryEmbedding
 
 from graftlm.layers.batch import RaggedBatch
+from graftlm.layers.segments import Segments
 from graftlm.models.config_reader import ConfigReader
 from graftlm.models.rope import rotary_embedding
 from graftlm.models.rope_config import read_rope
@@ -70,9 +71,9 @@ def batch_of(positions: list[int], lengths: list[int]) -> RaggedBatch:
         positions=torch.tensor(positions),
         prompt_lens=torch.tensor(lengths),
         sequence_lens=torch.tensor(lengths),
-        segments=(),
+        segments=Segments(),
         logit_rows=torch.zeros(0, dtype=torch.int64),
-        logit_segments=(),
+        logit_segments=Segments(),
     )
 
 

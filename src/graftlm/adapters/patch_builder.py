@@ -185,7 +185,7 @@ class PatchBuilder:
     def build_on_demand(self) -> ModelPatch:
         """As `build`, but the layers' patches are made when they are asked for: for factors that are being trained."""
         makers = {slot: partial(self._fuse, parts) for slot, parts in self._by_slot().items()}
-        return self._with_linears(PatchesOnDemand(makers))
+        return replace(self._with_linears(PatchesOnDemand(makers)), on_demand=True)
 
     def _by_slot(self) -> dict[Slot, list[tuple[LinearSite, _LinearChanges]]]:
         """Of each layer but the head, the modules that change and how."""

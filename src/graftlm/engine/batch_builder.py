@@ -12,7 +12,8 @@ from graftlm.kernels import ops
 from graftlm.layers.batch import RaggedBatch
 from graftlm.layers.key_values import CacheGroupBatch, PagedKeyValues
 from graftlm.layers.kv_cache import KVCache
-from graftlm.layers.patch import ModelPatch, Segment
+from graftlm.layers.patch import ModelPatch
+from graftlm.layers.segments import Segment, Segments
 
 
 def build_batch(
@@ -98,7 +99,7 @@ def _per_token(sequences: Sequence[ScheduledSequence], values: Sequence[int], de
 
 def _segments(
     sequences: Sequence[ScheduledSequence], adapters: Mapping[str, AdapterWeights], row_counts: Sequence[int]
-) -> tuple[Segment, ...]:
+) -> Segments:
     """Adjacent rows of one patch as one segment. Each sequence contributes its last `row_counts` rows."""
     segments: list[Segment] = []
     start = 0
@@ -109,7 +110,7 @@ def _segments(
             _extend(segments, start, start + dormant, adapter.dormant_patch)
             _extend(segments, start + dormant, start + count, adapter.patch)
         start += count
-    return tuple(segments)
+    return Segments(segments)
 
 
 def _extend(segments: list[Segment], start: int, stop: int, patch: ModelPatch) -> None:

@@ -23,9 +23,12 @@ from graftlm.engine.metrics import EngineMetrics
 from graftlm.engine.outputs import CompletionOutput, RequestFailure, RequestOutput, TokenLogprob
 from graftlm.engine.request import Request
 from graftlm.engine.residency import Residency
-from graftlm.engine.sampler import SampledToken, own_vocabularies, row_logprobs, sample
+from graftlm.engine.sampler import SampledToken, rate, sample
 from graftlm.engine.scheduler import AdapterLoad, ScheduledSequence, Scheduler, SchedulerOutput
 from graftlm.errors import AdapterChanged, AdapterFilesNotFound, GraftError, InvalidRequest, StepFailed
+from graftlm.kernels import ops
+from graftlm.kernels.kernel_set import Kernels
+from graftlm.kernels.registry import using
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,10 @@ class _Submitted:
 
 
 class EngineCore:
-    """Owns the scheduler and the executor; knows every job that runs."""
+    """Owns the scheduler and the executor; knows every job that runs.
+
+    kernels: what tokens are chosen with; the executor has its own.
+    """
 
     def __init__(
         self,
@@ -54,6 +60,7 @@ class EngineCore:
         metrics: EngineMetrics,
         residency: Residency[LoadedAdapter],
         loader: AdapterLoader,
+        kernels: Kernels,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -62,6 +69,7 @@ class EngineCore:
         self._metrics = metrics
         self._residency = residency
         self._loader = loader
+        self._kernels = kernels
         self._masks = MaskThreads()
         self._num_loading = 0
         self._is_idle = False
@@ -359,7 +367,7 @@ class EngineCore:
                 self._blocks.drop_behind(tables, num_computed=sequence.stop)
         finally:
             self._blocks.release(tables)
-        return torch.cat(rows)
+        return ops.widened(torch.cat(rows))
 
     def _gets_token(self, sequence: ScheduledSequence) -> bool:
         """Whether a sequence catches up with itself in its step."""
@@ -384,7 +392,8 @@ class EngineCore:
         if not requests:
             return {}
         wanted = logits if len(rows) == len(logits) else logits[rows]
-        tokens = sample(wanted, requests)
+        with using(self._kernels):
+            tokens = sample(wanted, requests)
         return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
 
     def _record_prompt_logprobs(self, request: Request, start: int, rows: Tensor) -> None:
@@ -394,10 +403,17 @@ class EngineCore:
         prompt, recorded = job.prompt_token_ids, job.prompt_logprobs
         if not recorded:
             recorded.append(TokenLogprob(token_id=prompt[0], text=job.tokenizer.token_text(prompt[0]), logprob=None))
-        for position, row in enumerate(own_vocabularies(rows), start + 1 - request.num_virtual_tokens):
-            if position == len(recorded) and position < len(prompt):
-                described = row_logprobs(row.log_softmax(dim=-1), prompt[position], request.params.prompt_logprobs or 0)
-                recorded.append(describe_logprobs(prompt[position], described, job.tokenizer))
+        num_recorded = len(recorded) - (start + 1 - request.num_virtual_tokens)
+        if num_recorded < 0:
+            return
+        rows = rows[num_recorded:]
+        token_ids = prompt[len(recorded) : len(recorded) + len(rows)]
+        if token_ids:
+            counts = [request.params.prompt_logprobs or 0] * len(token_ids)
+            with using(self._kernels):
+                rated = rate(rows[: len(token_ids)], token_ids, counts)
+            for token_id, described in zip(token_ids, rated, strict=True):
+                recorded.append(describe_logprobs(token_id, described, job.tokenizer))
 
     def _answer(self, job: Job, request: Request, token: SampledToken | None) -> CompletionOutput:
         """The delta of an answer that got a token and those that had to follow it, or that ended without one

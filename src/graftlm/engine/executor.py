@@ -103,8 +103,8 @@ class StepInFlight(Protocol):
     """A step that was submitted. One that nobody needs any more may be let go of."""
 
     def logits(self) -> Tensor:
-        """Those of the rows that want them, [N, V] float32, in the order of the sequences. Asked once, and of earlier
-        steps first.
+        """Those of the rows that want them, [N, V] in the model's dtype, in the order of the sequences. Asked once, and
+        of earlier steps first.
 
         Raises:
             CacheLost

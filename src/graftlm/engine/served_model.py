@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from graftlm.adapters import AdapterRegistry, LoadedAdapter
 from graftlm.checkpoint import Checkpoint
 from graftlm.config import EngineConfig
@@ -95,6 +97,7 @@ class ServedModel:
             metrics=metrics,
             residency=residency,
             loader=InlineLoader(read_weights) if wake is None else BackgroundLoader(read_weights, wake),
+            kernels=choose_kernels(torch.device("cpu"), deterministic=config.deterministic),
         )
 
     def close(self) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from graftlm.kernels.grouped_codes import GroupedCodes
 from graftlm.kernels.reference.activation import Activation
 from graftlm.kernels.reference.attention_scores import AttentionScores
-from graftlm.kernels.reference.lora import LoraSegment
+from graftlm.kernels.reference.lora import AdapterRows, LoraSegment
+from graftlm.kernels.reference.sampling import TokenDraw, TokenLogprobs
 
 # How one step's sequences are attended: whatever an implementation makes for itself.
 AttentionPlan = Any
@@ -40,6 +41,14 @@ class PackedMatrix(Protocol):
 
     def rows(self, ids: Tensor) -> Tensor:
         """The matrix's rows. ids: int64 [T] -> [T, in]."""
+        ...
+
+
+class LoraPlan(Protocol):
+    """How the adapters of one batch change each layer."""
+
+    def segments(self, layer: str) -> Iterable[LoraSegment] | None:
+        """For `lora` of the same implementation; None where no adapter changes the layer."""
         ...
 
 
@@ -74,14 +83,20 @@ class Kernels:
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     grouped_matmul: Callable[[Tensor, Tensor], Tensor]
     elementwise: Callable[..., Tensor]
+    plan_lora: Callable[[Sequence[AdapterRows], Sequence[str] | None], LoraPlan]
     lora: Callable[[Tensor, Tensor, Iterable[LoraSegment]], None]
     rms_norm: Callable[[Tensor, Tensor | None, float], Tensor]
     layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+    add_layer_norm: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor]]
     activate: Callable[[Tensor, Activation], Tensor]
     gated_activation: Callable[[Tensor, Activation], Tensor]
     apply_rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    rotate_and_write: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     plan_attention: PlanAttention
     paged_attention: Callable[[Tensor, Tensor, Tensor, AttentionPlan, AttentionScores], Tensor]
+    draw_tokens: Callable[[Tensor, Sequence[TokenDraw]], list[int]]
+    token_logprobs: Callable[[Tensor, Tensor, int], TokenLogprobs]
     pack: Callable[[Tensor], PackedMatrix | None]
     pack_codes: Callable[[GroupedCodes, torch.dtype], PackedMatrix | None] | None

@@ -9,27 +9,36 @@ import torch
 from torch import Tensor
 
 from graftlm.kernels import registry
-from graftlm.kernels.kernel_set import AttentionPlan
+from graftlm.kernels.kernel_set import AttentionPlan, LoraPlan
 from graftlm.kernels.reference.activation import Activation
 from graftlm.kernels.reference.attention_scores import AttentionScores
 from graftlm.kernels.reference.integer_product import MAX_INTEGER_COLUMNS, integer_matmul
-from graftlm.kernels.reference.lora import LoraExpand, LoraSegment, LoraUpdate
+from graftlm.kernels.reference.lora import AdapterRows, LoraExpand, LoraSegment, LoraUpdate, LoraUpdates
 from graftlm.kernels.reference.packed_attention import PackedAttentionPlan, packed_attention, plan_packed_attention
 from graftlm.kernels.reference.precision import widened
 from graftlm.kernels.reference.routing import route
+from graftlm.kernels.reference.sampling import TokenDraw, TokenLogprobs
 
 __all__ = [
     "MAX_INTEGER_COLUMNS",
     "Activation",
+    "AdapterRows",
     "AttentionPlan",
     "AttentionScores",
     "LoraExpand",
+    "LoraPlan",
     "LoraSegment",
     "LoraUpdate",
+    "LoraUpdates",
     "PackedAttentionPlan",
+    "TokenDraw",
+    "TokenLogprobs",
     "activate",
+    "add_layer_norm",
+    "add_rms_norm",
     "apply_rotary",
     "clamped_swiglu",
+    "draw_tokens",
     "elementwise",
     "gated_activation",
     "grouped_matmul",
@@ -40,9 +49,12 @@ __all__ = [
     "packed_attention",
     "paged_attention",
     "plan_attention",
+    "plan_lora",
     "plan_packed_attention",
     "rms_norm",
+    "rotate_and_write",
     "route",
+    "token_logprobs",
     "widened",
     "write_kv",
 ]
@@ -74,6 +86,14 @@ def elementwise(function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
     Returns: function(*operands).
     """
     return registry.active().elementwise(function, *operands)
+
+
+def plan_lora(adapters: Sequence[AdapterRows], layers: Sequence[str] | None = None) -> LoraPlan:
+    """Find out once for all layers how a batch's adapters change them.
+
+    Args: adapters: of disjoint rows. layers: those that the plan will be asked about; None for all.
+    """
+    return registry.active().plan_lora(adapters, layers)
 
 
 def lora(out: Tensor, x: Tensor, segments: Iterable[LoraSegment]) -> None:
@@ -110,6 +130,23 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     Source: arXiv 1607.06450; torch.nn.LayerNorm.
     """
     return registry.active().layer_norm(x, weight, bias, eps)
+
+
+def add_rms_norm(branch: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """A sum and its root-mean-square norm.
+
+    Semantics: total = branch + residual, rounded to their dtype; then `rms_norm` of total.
+    Args: branch, residual: [..., E], of one dtype. The branch's content is lost, unless one of them needs a gradient.
+    Returns: total and the norm.
+    """
+    return registry.active().add_rms_norm(branch, residual, weight, eps)
+
+
+def add_layer_norm(
+    branch: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """A sum and its layer norm: as `add_rms_norm`, with `layer_norm`."""
+    return registry.active().add_layer_norm(branch, residual, weight, bias, eps)
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
@@ -168,6 +205,24 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     registry.active().write_kv(key, value, key_cache, value_cache, slots)
 
 
+def rotate_and_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """`apply_rotary` of queries and keys, and `write_kv` of the rotated keys and the values.
+
+    Args: query: [T, H, D]; its content is lost. All others as there; a value may be a key as it was before.
+    Returns: the rotated queries, [T, H, D].
+    """
+    return registry.active().rotate_and_write(query, key, value, cos, sin, key_cache, value_cache, slots)
+
+
 def plan_attention(
     query_lens: Sequence[int],
     total_lens: Sequence[int],
@@ -207,3 +262,25 @@ def paged_attention(
     Source: PagedAttention, arXiv 2309.06180; GQA, arXiv 2305.13245.
     """
     return registry.active().paged_attention(query, key_cache, value_cache, plan, scores)
+
+
+def draw_tokens(logits: Tensor, draws: Sequence[TokenDraw]) -> list[int]:
+    """A token for each row, by its cumulative distribution inverted at its own random number.
+
+    Semantics: p = softmax(logits / temperature). Where a draw has top_k, top_p or min_p, tokens stand best first, of
+    equals the lower id first; of these top_k are kept, then those before which less than top_p of what is left comes,
+    then those of at least min_p times the best. Without any of the three they stand by id.
+    Args: logits: [N, V]; -inf is never taken. draws: N.
+    Returns: N ids; -1 where the first logit is NaN, as all are in a row that overflowed, or no logit is above -inf.
+    Source: top-p, arXiv 1904.09751; min-p, arXiv 2407.01082; the random numbers are numpy's Philox.
+    """
+    return registry.active().draw_tokens(logits, draws)
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> TokenLogprobs:
+    """The log-probability of one token of each row, its rank, and the row's `count` best tokens, of equals the lower id
+    first.
+
+    Args: logits: [N, V]. token_ids: [N] int64. count: at most V.
+    """
+    return registry.active().token_logprobs(logits, token_ids, count)

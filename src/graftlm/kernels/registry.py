@@ -25,11 +25,12 @@ from graftlm.kernels.kernel_set import Kernels, PackedMatrix
 from graftlm.kernels.reference.activation import activate, gated_activation
 from graftlm.kernels.reference.attention import paged_attention, plan_attention
 from graftlm.kernels.reference.elementwise import elementwise
-from graftlm.kernels.reference.kv_write import write_kv
+from graftlm.kernels.reference.kv_write import rotate_and_write, write_kv
 from graftlm.kernels.reference.linear import grouped_matmul, linear
-from graftlm.kernels.reference.lora import lora
-from graftlm.kernels.reference.norm import layer_norm, rms_norm
+from graftlm.kernels.reference.lora import lora, plan_lora
+from graftlm.kernels.reference.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from graftlm.kernels.reference.rotary import apply_rotary
+from graftlm.kernels.reference.sampling import draw_tokens, token_logprobs
 
 
 def keep_unpacked(matrix: Tensor) -> PackedMatrix | None:
@@ -42,15 +43,21 @@ REFERENCE = Kernels(
     linear=linear,
     grouped_matmul=grouped_matmul,
     elementwise=elementwise,
+    plan_lora=plan_lora,
     lora=lora,
     rms_norm=rms_norm,
     layer_norm=layer_norm,
+    add_rms_norm=add_rms_norm,
+    add_layer_norm=add_layer_norm,
     activate=activate,
     gated_activation=gated_activation,
     apply_rotary=apply_rotary,
     write_kv=write_kv,
+    rotate_and_write=rotate_and_write,
     plan_attention=plan_attention,
     paged_attention=paged_attention,
+    draw_tokens=draw_tokens,
+    token_logprobs=token_logprobs,
     pack=keep_unpacked,
     pack_codes=None,
 )

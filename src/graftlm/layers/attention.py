@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -11,8 +10,8 @@ from graftlm.kernels import ops
 from graftlm.layers.batch import RaggedBatch
 from graftlm.layers.linear import Linear
 from graftlm.layers.norm import Norm
-from graftlm.layers.patch import Segment
 from graftlm.layers.rotary import RotaryEmbedding
+from graftlm.layers.segments import Segments
 from graftlm.layers.step import DecoderStep
 
 # How the columns of the fused projection are shared out. "concatenated": all query heads, all key heads, all value
@@ -75,18 +74,26 @@ class Attention:
         query = _normed(query, self._query_norm, segments)
         key = _normed(key, self._key_norm, segments)
         value = _normed(value, self._value_norm, segments)
-        if self._rotary is not None:
-            angles = step.angles[self._rotary]
-            query, key = ops.apply_rotary(query, *angles), ops.apply_rotary(key, *angles)
-        self._put_prefixes(key, value, step.batch)
-        step.key_values.write(self._cache_layer, self._cache_group, key, value)
+        query = self._write(query, key, value, step)
         attended = step.key_values.attend(self._cache_layer, self._cache_group, query, self._scores)
         return self._output(attended.reshape(x.shape[0], -1), segments)
+
+    def _write(self, query: Tensor, key: Tensor, value: Tensor, step: DecoderStep) -> Tensor:
+        """Rotate queries and keys, and write keys and values. Returns the queries."""
+        layer, group = self._cache_layer, self._cache_group
+        angles = None if self._rotary is None else step.angles[self._rotary]
+        if angles is not None and not step.batch.segments.with_prefix:
+            return step.key_values.write_rotated(layer, group, query, key, value, angles)
+        if angles is not None:
+            query, key = ops.apply_rotary(query, *angles), ops.apply_rotary(key, *angles)
+        self._put_prefixes(key, value, step.batch)
+        step.key_values.write(layer, group, key, value)
+        return query
 
     def _put_prefixes(self, key: Tensor, value: Tensor, batch: RaggedBatch) -> None:
         """Where an adapter has keys and values of its own for the first positions, they take the place of what was
         computed there."""
-        for segment in batch.segments:
+        for segment in batch.segments.with_prefix:
             prefix = segment.patch.prefix
             if prefix is not None:
                 keys, values = prefix.keys[self._cache_layer], prefix.values[self._cache_layer]
@@ -99,8 +106,8 @@ class Attention:
         """[T, H, D], [T, K, D], [T, K, D]."""
         if self._head_order == "concatenated":
             heads = qkv.view(qkv.shape[0], -1, self._head_dim)
-            keys_end = self._num_heads + self._num_kv_heads
-            return heads[:, : self._num_heads], heads[:, self._num_heads : keys_end], heads[:, keys_end:]
+            query, key, value = heads.split_with_sizes((self._num_heads, self._num_kv_heads, self._num_kv_heads), 1)
+            return query, key, value
         if self._head_order == "keys_as_values":
             heads = qkv.view(qkv.shape[0], -1, self._head_dim)
             keys = heads[:, self._num_heads :]
@@ -147,7 +154,7 @@ class BorrowingAttention:
         return self._output(attended.reshape(x.shape[0], -1), segments)
 
 
-def _normed(heads: Tensor, norm: Norm | None, segments: Sequence[Segment]) -> Tensor:
+def _normed(heads: Tensor, norm: Norm | None, segments: Segments) -> Tensor:
     if norm is None or norm.weight is None:
         return heads if norm is None else norm(heads, segments)
     return norm(heads.reshape(heads.shape[0], -1, len(norm.weight)), segments).view(heads.shape)

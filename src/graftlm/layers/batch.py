@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from graftlm.layers.patch import Segment
+from graftlm.layers.segments import Segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class RaggedBatch:
     positions: Tensor
     prompt_lens: Tensor
     sequence_lens: Tensor
-    segments: tuple[Segment, ...]
+    segments: Segments
     logit_rows: Tensor
-    logit_segments: tuple[Segment, ...]
+    logit_segments: Segments
     layers: tuple[int, ...] | None = None

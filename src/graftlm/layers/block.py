@@ -11,7 +11,7 @@ from graftlm.kernels import ops
 from graftlm.layers.attention import SelfAttention
 from graftlm.layers.linear import Linear
 from graftlm.layers.mlp import FeedForward
-from graftlm.layers.norm import Norm, normed
+from graftlm.layers.norm import Norm, added, normed
 from graftlm.layers.step import DecoderStep
 
 
@@ -55,8 +55,8 @@ class SequentialBlock:
         segments = step.batch.segments
         x = normed(hidden, self.pre_attention_norm, segments)
         branch = normed(self.attention(x, step), self.post_attention_norm, segments)
-        hidden = branch + (x if self.residual_after_norm else hidden)
-        x = normed(hidden, self.pre_mlp_norm, segments)
+        residual = x if self.residual_after_norm else hidden
+        hidden, x = added(branch, residual, self.pre_mlp_norm, segments)
         branch = normed(self.mlp(x, segments), self.post_mlp_norm, segments)
         return branch + (x if self.residual_after_norm else hidden)
 
@@ -88,8 +88,9 @@ class PostNormBlock:
 
     def __call__(self, hidden: Tensor, step: DecoderStep) -> Tensor:
         segments = step.batch.segments
-        hidden = self.post_attention_norm(hidden + self.attention(hidden, step), segments)
-        return self.post_mlp_norm(hidden + self.mlp(hidden, segments), segments)
+        _, hidden = self.post_attention_norm.of_sum(self.attention(hidden, step), hidden, segments)
+        _, hidden = self.post_mlp_norm.of_sum(self.mlp(hidden, segments), hidden, segments)
+        return hidden
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,8 @@ from graftlm.kernels import ops
 from graftlm.layers.batch import RaggedBatch
 from graftlm.layers.linear import Linear
 from graftlm.layers.norm import Norm
-from graftlm.layers.patch import EmbeddingPatch, ReplacedRows, Segment
+from graftlm.layers.patch import EmbeddingPatch, ReplacedRows
+from graftlm.layers.segments import Segments
 from graftlm.quantization import Weight
 
 
@@ -26,7 +25,7 @@ class Embedding:
         self.weight = weight
         self._scale = scale
 
-    def __call__(self, token_ids: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def __call__(self, token_ids: Tensor, segments: Segments) -> Tensor:
         """token_ids: [T] int64 -> [T, E]. Ids beyond the base's table are those of an adapter with more rows."""
         patched = [(segment, patch) for segment in segments if (patch := segment.patch.embedding) is not None]
         if not patched:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from graftlm.kernels import ops
 from graftlm.layers.linear import apply_patches
-from graftlm.layers.patch import Segment
+from graftlm.layers.segments import Segments
 from graftlm.quantization import Weight
 
 
@@ -24,9 +22,9 @@ class OutputHead:
         self.bias = bias
         self._softcap = softcap
 
-    def __call__(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """hidden: [N, E] -> [N, V'] float32 (float64 stays), where V' is the largest vocabulary among the rows; a
-        row's logits beyond its own vocabulary are -inf."""
+    def __call__(self, hidden: Tensor, segments: Segments) -> Tensor:
+        """hidden: [N, E] -> [N, V'] of its dtype, where V' is the largest vocabulary among the rows; a row's logits
+        beyond its own vocabulary are -inf."""
         patched = [(segment, patch) for segment in segments if (patch := segment.patch.head) is not None]
         logits = self.weight.matmul(hidden, self.bias)
         resized = [patch.vocab_size for _, patch in patched if patch.vocab_size is not None]
@@ -39,7 +37,7 @@ class OutputHead:
                 logits[span, patch.vocab_size :] = -torch.inf
             if patch.rows is not None:
                 logits[span, patch.rows.ids] = ops.linear(hidden[span], patch.rows.values)
-        return ops.widened(logits if self._softcap is None else _capped(logits, self._softcap))
+        return logits if self._softcap is None else _capped(logits, self._softcap)
 
 
 def _widen(logits: Tensor, width: int) -> Tensor:

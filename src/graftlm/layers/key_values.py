@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graftlm.kernels import ops
 from graftlm.layers.kv_cache import KVCache
+from graftlm.layers.rotary import Angles
 
 
 class KeyValues(Protocol):
@@ -18,6 +19,12 @@ class KeyValues(Protocol):
 
     def write(self, layer: int, group: int, key: Tensor, value: Tensor) -> None:
         """This step's keys and values, [T, K, D] each."""
+        ...
+
+    def write_rotated(
+        self, layer: int, group: int, query: Tensor, key: Tensor, value: Tensor, angles: Angles
+    ) -> Tensor:
+        """`write` of rotated keys. query: [T, H, D], not to be used any more -> the same, rotated."""
         ...
 
     def attend(self, layer: int, group: int, query: Tensor, scores: ops.AttentionScores) -> Tensor:
@@ -47,6 +54,12 @@ class PagedKeyValues:
     def write(self, layer: int, group: int, key: Tensor, value: Tensor) -> None:
         ops.write_kv(key, value, self.cache.key[layer], self.cache.value[layer], self.groups[group].slots)
 
+    def write_rotated(
+        self, layer: int, group: int, query: Tensor, key: Tensor, value: Tensor, angles: Angles
+    ) -> Tensor:
+        caches = self.cache.key[layer], self.cache.value[layer]
+        return ops.rotate_and_write(query, key, value, *angles, *caches, self.groups[group].slots)
+
     def attend(self, layer: int, group: int, query: Tensor, scores: ops.AttentionScores) -> Tensor:
         key, value = self.cache.key[layer], self.cache.value[layer]
         return ops.paged_attention(query, key, value, self.groups[group].attention, scores)
@@ -68,6 +81,11 @@ class DepthKeyValues:
 
     def write(self, layer: int, group: int, key: Tensor, value: Tensor) -> None:
         self.key_values.write(self.layer, self.table, key, value)
+
+    def write_rotated(
+        self, layer: int, group: int, query: Tensor, key: Tensor, value: Tensor, angles: Angles
+    ) -> Tensor:
+        return self.key_values.write_rotated(self.layer, self.table, query, key, value, angles)
 
     def attend(self, layer: int, group: int, query: Tensor, scores: ops.AttentionScores) -> Tensor:
         return self.key_values.attend(self.layer, self.table, query, scores)
@@ -96,6 +114,12 @@ class PackedKeyValues:
 
     def write(self, layer: int, group: int, key: Tensor, value: Tensor) -> None:
         self._key_values[layer] = key, value
+
+    def write_rotated(
+        self, layer: int, group: int, query: Tensor, key: Tensor, value: Tensor, angles: Angles
+    ) -> Tensor:
+        self.write(layer, group, ops.apply_rotary(key, *angles), value)
+        return ops.apply_rotary(query, *angles)
 
     def attend(self, layer: int, group: int, query: Tensor, scores: ops.AttentionScores) -> Tensor:
         key, value = self._key_values[layer] if layer in self._shared else self._key_values.pop(layer)

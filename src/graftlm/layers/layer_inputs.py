@@ -10,6 +10,7 @@ from graftlm.layers.batch import RaggedBatch
 from graftlm.layers.embedding import Embedding
 from graftlm.layers.linear import Linear
 from graftlm.layers.norm import Norm
+from graftlm.layers.segments import Segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,6 @@ class LayerInputs:
         projected = self.projection(embedded, batch.segments) * embedded.shape[-1] ** -0.5
         parts = (embedded.shape[0], self.num_layers, -1)
         context = self.norm(projected.view(parts), batch.segments)
-        tokens = self.table(batch.token_ids, ()).view(parts)
+        tokens = self.table(batch.token_ids, Segments()).view(parts)
         inputs = (context + tokens) * 2.0**-0.5
         return {self.first_layer + index: inputs[:, index] for index in range(self.num_layers)}

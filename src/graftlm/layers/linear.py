@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import Tensor
 
 from graftlm.kernels import ops
-from graftlm.layers.patch import LinearPatch, MaskedUpdate, PartOverride, Segment, Slot
+from graftlm.layers.patch import LinearPatch, MaskedUpdate, PartOverride, Slot
+from graftlm.layers.segments import Segments
 from graftlm.quantization import Weight
 
 
@@ -19,18 +20,14 @@ class Linear:
         self.weight = weight
         self.bias = bias
 
-    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def __call__(self, x: Tensor, segments: Segments) -> Tensor:
         """x: [T, in] -> [T, out]."""
         out = self.weight.matmul(x, self.bias)
-        apply_patches(
-            out,
-            x,
-            (
-                (segment.start, segment.stop, patch)
-                for segment in segments
-                if (patch := segment.patch.linears.get(self.slot)) is not None
-            ),
-        )
+        if segments:
+            updates = segments.low_rank(self.slot)
+            if updates is not None:
+                ops.lora(out, x, updates)
+            apply_patches(out, x, segments.patches(self.slot))
         return out
 
 

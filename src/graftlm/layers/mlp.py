@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from graftlm.kernels import ops
 from graftlm.layers.linear import Linear
-from graftlm.layers.patch import Segment
+from graftlm.layers.segments import Segments
 
 
 class FeedForward(Protocol):
     """The part of a decoder layer that sees one token at a time."""
 
-    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def __call__(self, x: Tensor, segments: Segments) -> Tensor:
         """x: [T, E] -> [T, E]."""
         ...
 
@@ -28,7 +27,7 @@ class MLP:
         self._down = down
         self._activation = activation
 
-    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def __call__(self, x: Tensor, segments: Segments) -> Tensor:
         return self._down(ops.activate(self._up(x, segments), self._activation), segments)
 
 
@@ -40,7 +39,7 @@ class GatedMLP:
         self._down = down
         self._activation = activation
 
-    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def __call__(self, x: Tensor, segments: Segments) -> Tensor:
         return self._down(ops.gated_activation(self._gate_up(x, segments), self._activation), segments)
 
 
@@ -53,6 +52,6 @@ class ClampedMLP:
         self._alpha = alpha
         self._limit = limit
 
-    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def __call__(self, x: Tensor, segments: Segments) -> Tensor:
         gated = ops.clamped_swiglu(self._gate_up(x, segments), alpha=self._alpha, limit=self._limit)
         return self._down(gated, segments)

@@ -13,7 +13,8 @@ from graftlm.layers.collective import Collective
 from graftlm.layers.linear import Linear
 from graftlm.layers.mlp import FeedForward
 from graftlm.layers.norm import Norm, normed
-from graftlm.layers.patch import Segment, Slot
+from graftlm.layers.patch import Slot
+from graftlm.layers.segments import Segment, Segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class GatedSharedExpert:
         self._gate = gate
         self._mlp = mlp
 
-    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def __call__(self, x: Tensor, segments: Segments) -> Tensor:
         return ops.elementwise(torch.sigmoid, self._gate(x, segments)) * self._mlp(x, segments)
 
 
@@ -61,7 +62,7 @@ class Router:
     scale: RouterScale | None = None
     expert_scale: Tensor | None = None
 
-    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         """x: [T, E] -> weights, float32, and the experts' indices, [T, experts per token] each."""
         x = normed(x, self.norm, segments)
         if self.scale is not None:
@@ -95,7 +96,7 @@ class MixtureOfExperts:
         self._shared = shared
         self._collective = collective
 
-    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def __call__(self, x: Tensor, segments: Segments) -> Tensor:
         """x: [T, E] -> [T, E]."""
         weights, chosen = self._router(x, segments)
         x = normed(x, self._norm, segments)
@@ -124,7 +125,7 @@ class DenseBesideExperts:
     post_dense_norm: Norm | None
     post_experts_norm: Norm | None
 
-    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def __call__(self, x: Tensor, segments: Segments) -> Tensor:
         """x: [T, E] -> [T, E]."""
         dense = self.dense(normed(x, self.pre_dense_norm, segments), segments)
         experts = self.experts(x, segments)
@@ -146,15 +147,16 @@ def _by_expert(chosen: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, T
         start += count
 
 
-def _segments_among(rows: Tensor, segments: Sequence[Segment], slots: Sequence[Slot]) -> list[Segment]:
+def _segments_among(rows: Tensor, segments: Segments, slots: Sequence[Slot]) -> Segments:
     """The segments as they lie in x[rows], if they patch any of the slots. rows: ascending."""
     patching = [segment for segment in segments if any(slot in segment.patch.linears for slot in slots)]
     if not patching:
-        return []
+        return Segments()
     bounds = torch.tensor([(segment.start, segment.stop) for segment in patching], device=rows.device)
     places = torch.searchsorted(rows, bounds).tolist()
-    return [
+    own = (
         Segment(start=start, stop=stop, patch=segment.patch)
         for segment, (start, stop) in zip(patching, places, strict=True)
         if start < stop
-    ]
+    )
+    return Segments(own, slots=slots)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from graftlm.kernels import ops
-from graftlm.layers.patch import Segment, Slot
+from graftlm.layers.patch import Slot
+from graftlm.layers.segments import Segments
 
 
 class Norm(Protocol):
@@ -23,8 +23,12 @@ class Norm(Protocol):
     @property
     def bias(self) -> Tensor | None: ...
 
-    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def __call__(self, x: Tensor, segments: Segments) -> Tensor:
         """x: [T, ..., E] -> the same shape and dtype."""
+        ...
+
+    def of_sum(self, branch: Tensor, residual: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        """branch + residual, and the norm of it. branch: [T, E], not to be used any more. residual: [T, E]."""
         ...
 
 
@@ -45,14 +49,22 @@ class RMSNorm:
         self._float32_product = float32_product
         self._gain = None if weight is None else self._gain_of(weight)
 
-    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def __call__(self, x: Tensor, segments: Segments) -> Tensor:
         out = ops.rms_norm(x, self._gain, self._eps)
-        for segment in segments:
+        self._patch(out, x, segments)
+        return out
+
+    def of_sum(self, branch: Tensor, residual: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        total, out = ops.add_rms_norm(branch, residual, self._gain, self._eps)
+        self._patch(out, total, segments)
+        return total, out
+
+    def _patch(self, out: Tensor, x: Tensor, segments: Segments) -> None:
+        for segment in segments.with_norms:
             patch = segment.patch.norms.get(self.slot)
             if patch is not None:
                 span = slice(segment.start, segment.stop)
                 out[span] = ops.rms_norm(x[span], self._gain_of(patch.weight), self._eps)
-        return out
 
     def _gain_of(self, weight: Tensor) -> Tensor:
         if self._float32_product:
@@ -69,16 +81,32 @@ class LayerNorm:
         self.bias = bias
         self._eps = eps
 
-    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def __call__(self, x: Tensor, segments: Segments) -> Tensor:
         out = ops.layer_norm(x, self.weight, self.bias, self._eps)
-        for segment in segments:
+        self._patch(out, x, segments)
+        return out
+
+    def of_sum(self, branch: Tensor, residual: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        total, out = ops.add_layer_norm(branch, residual, self.weight, self.bias, self._eps)
+        self._patch(out, total, segments)
+        return total, out
+
+    def _patch(self, out: Tensor, x: Tensor, segments: Segments) -> None:
+        for segment in segments.with_norms:
             patch = segment.patch.norms.get(self.slot)
             if patch is not None:
                 span = slice(segment.start, segment.stop)
                 out[span] = ops.layer_norm(x[span], patch.weight, patch.bias, self._eps)
-        return out
 
 
-def normed(x: Tensor, norm: Norm | None, segments: Sequence[Segment]) -> Tensor:
+def normed(x: Tensor, norm: Norm | None, segments: Segments) -> Tensor:
     """x under a norm, where there is one."""
     return x if norm is None else norm(x, segments)
+
+
+def added(branch: Tensor, residual: Tensor, norm: Norm | None, segments: Segments) -> tuple[Tensor, Tensor]:
+    """branch + residual, and that under a norm, where there is one. branch: not to be used any more."""
+    if norm is not None:
+        return norm.of_sum(branch, residual, segments)
+    total = branch + residual
+    return total, total

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NewType, Protocol
 
 from torch import Tensor
 
-from graftlm.kernels.ops import LoraUpdate
+from graftlm.kernels.ops import LoraUpdate, LoraUpdates
 from graftlm.quantization import Weight
 
 # Name of a layer that can be patched, such as "layers.3.qkv"; unique in a model.
@@ -137,6 +138,11 @@ class LinearPatch:
     masked: tuple[MaskedUpdate, ...] = ()
 
     @property
+    def is_low_rank(self) -> bool:
+        """Whether there is a low-rank update and nothing else."""
+        return self.low_rank is not None and not (self.overrides or self.outputs or self.masked)
+
+    @property
     def num_bytes(self) -> int:
         return (
             sum(override.num_bytes for override in self.overrides)
@@ -234,7 +240,7 @@ class PrefixPatch:
 @dataclass(frozen=True, kw_only=True)
 class ModelPatch:
     """Everything an adapter does. stack: what it does inside the layers, if they are others than the decoder's; linears
-    and norms then hold only what is outside them."""
+    and norms then hold only what is outside them. on_demand: linears are made anew whenever they are asked for."""
 
     linears: Mapping[Slot, LinearPatch] = field(default_factory=dict)
     norms: Mapping[Slot, NormPatch] = field(default_factory=dict)
@@ -242,6 +248,29 @@ class ModelPatch:
     head: HeadPatch | None = None
     prefix: PrefixPatch | None = None
     stack: LayerStack | None = None
+    on_demand: bool = False
+
+    @cached_property
+    def low_rank(self) -> LoraUpdates:
+        """The updates of the linear layers that it changes by nothing else."""
+        if self.on_demand:
+            return LoraUpdates(by_layer={})
+        return LoraUpdates(
+            by_layer={
+                slot: patch.low_rank
+                for slot, patch in self.linears.items()
+                if patch.low_rank is not None and slot not in self.other_linears
+            }
+        )
+
+    @cached_property
+    def other_linears(self) -> Mapping[Slot, LinearPatch]:
+        """The linear layers that it changes by more than a low-rank update; on demand, all that it changes."""
+        return (
+            self.linears
+            if self.on_demand
+            else {slot: patch for slot, patch in self.linears.items() if not patch.is_low_rank}
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -264,21 +293,6 @@ class LayerStack:
     @property
     def num_bytes(self) -> int:
         return sum(patch.num_bytes for patch in self.patches)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """Rows [start, stop) of a batch that carry the same adapter, and what it does."""
-
-    start: int
-    stop: int
-    patch: ModelPatch
-
-    def head_part(self, start: int, stop: int) -> Segment:
-        """What of it is among rows [start, stop) of those that the output head sees, counted from `start`."""
-        head, row = self.patch.head, max(start - self.start, 0)
-        patch = replace(self.patch, head=head.from_row(row)) if row and head is not None else self.patch
-        return Segment(start=self.start + row - start, stop=min(self.stop, stop) - start, patch=patch)
 
 
 def _bytes(tensor: Tensor | None) -> int:

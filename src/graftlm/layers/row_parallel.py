@@ -10,7 +10,8 @@ from torch import Tensor
 from graftlm.kernels import ops
 from graftlm.layers.collective import Collective
 from graftlm.layers.linear import Linear
-from graftlm.layers.patch import LinearPatch, Segment, Slot
+from graftlm.layers.patch import LinearPatch, Slot
+from graftlm.layers.segments import Segments
 from graftlm.quantization import Weight
 
 
@@ -28,7 +29,7 @@ class RowParallelLinear(Linear):
         super().__init__(slot, weight, bias)
         self._collective = collective
 
-    def __call__(self, x: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def __call__(self, x: Tensor, segments: Segments) -> Tensor:
         """x: [T, own inputs] -> [T, out], the same on every rank."""
         patched = [
             (slice(segment.start, segment.stop), patch)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from graftlm.layers.batch import RaggedBatch
 from graftlm.layers.key_values import DepthKeyValues, KeyValues
-from graftlm.layers.patch import Segment
 from graftlm.layers.rotary import Angles, RotaryEmbedding
+from graftlm.layers.segments import Segment, Segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class DecoderStep:
 
     def at_depth(self, depth: int, *, num_layers: int) -> DecoderStep:
         """The step as a layer sees it that stands at `depth` in the adapters' stack, over a decoder of `num_layers`."""
-        segments = tuple(
+        segments = Segments(
             Segment(start=segment.start, stop=segment.stop, patch=segment.patch.stack.patches[depth])
             for segment in self.batch.segments
             if segment.patch.stack is not None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from graftlm.kernels import ops
 from graftlm.layers.batch import RaggedBatch
 from graftlm.layers.block import Block, BlockRunner, run_block
 from graftlm.layers.embedding import InputEmbedding
@@ -17,8 +18,9 @@ from graftlm.layers.kv_cache import KVShape
 from graftlm.layers.layer_inputs import LayerInputs
 from graftlm.layers.linear import Linear
 from graftlm.layers.norm import Norm
-from graftlm.layers.patch import Segment, Slot
+from graftlm.layers.patch import Slot
 from graftlm.layers.rotary import RotaryEmbedding
+from graftlm.layers.segments import Segments
 from graftlm.layers.step import DecoderStep
 from graftlm.models.length_regimes import LengthRegimes
 from graftlm.models.site import SiteMap
@@ -33,8 +35,8 @@ class OutputLayers:
     project_out: Linear | None
     head: OutputHead
 
-    def __call__(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """[N, E] -> [N, V] float32."""
+    def __call__(self, hidden: Tensor, segments: Segments) -> Tensor:
+        """[N, E] -> [N, V]."""
         if self.final_norm is not None:
             hidden = self.final_norm(hidden, segments)
         if self.project_out is not None:
@@ -79,7 +81,8 @@ class DecoderSpan:
             hidden: what the span before gives; the first span needs none.
 
         Returns: what the last layer gives, [T, E], or with layer inputs, beside the embedded tokens, [T, 2E]; of the
-            last span the logits of the rows that want them, [N, V] float32, V the largest vocabulary among them.
+            last span the logits of the rows that want them, [N, V], V the largest vocabulary among them. All are in the
+            model's dtype.
         """
         hidden, embedded = self._enter(batch, hidden)
         hidden = self._run(batch, key_values, hidden, embedded, run_block)
@@ -134,6 +137,6 @@ class Decoder(DecoderSpan):
         hidden, embedded = self._enter(batch, None)
         return self._run(batch, key_values, hidden, embedded, run)
 
-    def logits(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """Of rows of the last layer's output, [N, E] -> [N, V] float32."""
-        return self.output(hidden, segments)
+    def logits(self, hidden: Tensor, segments: Segments) -> Tensor:
+        """Of rows of the last layer's output, [N, E] -> [N, V] float32 (float64 stays)."""
+        return ops.widened(self.output(hidden, segments))

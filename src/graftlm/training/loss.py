@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from graftlm.layers.block import Block, run_block
+from graftlm.layers.segments import Segments
 from graftlm.layers.step import DecoderStep
 from graftlm.models.decoder import Decoder
 from graftlm.training.packed_batch import PackedBatch, Targets, join
@@ -104,9 +105,9 @@ def _recompute_block(block: Block, hidden: Tensor, step: DecoderStep) -> Tensor:
 
 def _logits(decoder: Decoder, rows: Tensor, targets: Targets, chunk: slice) -> Tensor:
     """Of a chunk's rows, [chunk, E] -> [chunk, V]."""
-    segments = [
+    segments = Segments(
         segment.head_part(chunk.start, chunk.stop)
         for segment in targets.segments
         if segment.start < chunk.stop and segment.stop > chunk.start
-    ]
+    )
     return decoder.logits(rows, segments)

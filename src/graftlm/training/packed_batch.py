@@ -10,7 +10,8 @@ from torch import Tensor
 
 from graftlm.layers.batch import RaggedBatch
 from graftlm.layers.key_values import PackedKeyValues
-from graftlm.layers.patch import ModelPatch, Segment
+from graftlm.layers.patch import ModelPatch
+from graftlm.layers.segments import Segment, Segments
 from graftlm.models.decoder import Decoder
 from graftlm.training.document import Document
 
@@ -39,7 +40,7 @@ class Targets:
     token_ids: Tensor
     documents: Tensor
     num_documents: int
-    segments: tuple[Segment, ...]
+    segments: Segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ def pack(shares: Sequence[Share], decoder: Decoder) -> PackedBatch:
                 token_ids=_integers(next_ids, decoder.device),
                 documents=_integers(numbers, decoder.device),
                 num_documents=len(share.documents),
-                segments=(Segment(start=0, stop=len(rows), patch=share.patch),),
+                segments=Segments([Segment(start=0, stop=len(rows), patch=share.patch)]),
             )
         )
     lens = _integers(document_lens, decoder.device)
@@ -94,9 +95,9 @@ def pack(shares: Sequence[Share], decoder: Decoder) -> PackedBatch:
         positions=_integers(positions, decoder.device),
         prompt_lens=lens,
         sequence_lens=lens,
-        segments=tuple(segments),
+        segments=Segments(segments),
         logit_rows=_integers([], decoder.device),
-        logit_segments=(),
+        logit_segments=Segments(),
     )
     key_values = PackedKeyValues(lengths, decoder.windows, decoder.device, shared=decoder.shared_kv_layers)
     return PackedBatch(batch=batch, key_values=key_values, targets=tuple(targets))
@@ -119,7 +120,7 @@ def join(targets: Sequence[Targets]) -> Targets:
         token_ids=torch.cat([own.token_ids for own in targets]),
         documents=torch.cat(documents),
         num_documents=num_documents,
-        segments=tuple(segments),
+        segments=Segments(segments),
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
+import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,31 +17,8 @@ from graftlm.kernels.cpu.library import Library
 from graftlm.kernels.kernel_set import AttentionPlan, Kernels
 from graftlm.kernels.reference.attention_scores import AttentionScores
 
-
-class _Shape(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "block_size",
-            "window",
-            "query_row_stride",
-            "query_head_stride",
-        )
-    ]
-
-
-class _Scores(ctypes.Structure):
-    _fields_ = [
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("slope_factor", ctypes.c_float),
-        ("slope_dtype", ctypes.c_int32),
-        ("slopes", ctypes.c_void_p),
-        ("sinks", ctypes.c_void_p),
-    ]
+# csrc's `Scores`.
+_SCORES = struct.Struct("fffiPP")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +26,7 @@ class PagedPlan:
     """What `plan_attention` was asked, as the library wants it.
 
     sequences: int64 [S, 5], csrc's `Sequence`. tables: int64, the block tables one after the other, which the last
-    column points into.
+    column points into. address: of the sequences.
     """
 
     query_lens: Sequence[int]
@@ -59,6 +37,7 @@ class PagedPlan:
     device: torch.device
     sequences: np.ndarray
     tables: np.ndarray
+    address: int
     rest: Kernels
 
     @cached_property
@@ -117,6 +96,7 @@ class AttentionKernels:
             device=device,
             sequences=sequences,
             tables=tables,
+            address=sequences.ctypes.data,
             rest=self._rest,
         )
 
@@ -127,28 +107,30 @@ class AttentionKernels:
             return self._rest.paged_attention(query, key_cache, value_cache, plan.of_rest, scores)
         tokens, heads, head_dim = query.shape
         out = torch.empty((tokens, heads, head_dim), dtype=query.dtype)
-        shape = _Shape(
-            heads, key_cache.shape[2], head_dim, plan.block_size, plan.window or 0, query.stride(0), query.stride(1)
+        # csrc's `Shape`.
+        shape = array(
+            "q",
+            (heads, key_cache.shape[2], head_dim, plan.block_size, plan.window or 0, *query.stride()[:2]),
         )
         slopes = None if scores.slopes is None else scores.slopes.float()
         sinks = None if scores.sinks is None else scores.sinks.float()
-        how = _Scores(
+        how = _SCORES.pack(
             scores.scale,
             scores.softcap or 0.0,
             scores.slope_factor,
             0 if scores.slopes is None else DTYPE_CODES[scores.slopes.dtype],
-            address(slopes),
-            address(sinks),
+            address(slopes) or 0,
+            address(sinks) or 0,
         )
         self._library.paged_attention(
             out.data_ptr(),
             query.data_ptr(),
             key_cache.data_ptr(),
             value_cache.data_ptr(),
-            plan.sequences.ctypes.data,
+            plan.address,
             len(plan.sequences),
-            ctypes.addressof(shape),
-            ctypes.addressof(how),
+            shape.buffer_info()[0],
+            how,
             DTYPE_CODES[query.dtype],
             self._by_position,
             torch.get_num_threads(),
@@ -170,3 +152,36 @@ class AttentionKernels:
                 torch.get_num_threads(),
             )
         return None
+
+    def rotate_and_write(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        tensors = (query, key, value, cos, sin, key_cache, value_cache)
+        strides = query.stride(), key.stride(), value.stride()
+        if (
+            not takes(*tensors)
+            or not all(stride[2] == 1 for stride in strides)
+            or not (cos.is_contiguous() and sin.is_contiguous())
+        ):
+            return self._rest.rotate_and_write(*tensors, slots)
+        tokens, heads, head_dim = query.shape
+        # csrc's `RotatedWrite`.
+        shape = array("q", (heads, key.shape[1], head_dim, cos.shape[-1]))
+        for stride in strides:
+            shape.extend(stride[:2])
+        self._library.rotate_and_write(
+            *[tensor.data_ptr() for tensor in (query, key, value, key_cache, value_cache, cos, sin, slots)],
+            shape.buffer_info()[0],
+            DTYPE_CODES[query.dtype],
+            tokens,
+            torch.get_num_threads(),
+        )
+        return query

@@ -14,6 +14,7 @@ from graftlm.kernels.cpu.elementwise import ElementwiseKernels
 from graftlm.kernels.cpu.library import Library
 from graftlm.kernels.cpu.lora import LoraKernels
 from graftlm.kernels.cpu.packed_matrix import PackedMatrix
+from graftlm.kernels.cpu.sampling import SamplingKernels
 from graftlm.kernels.grouped_codes import GroupedCodes
 from graftlm.kernels.kernel_set import Kernels
 
@@ -24,6 +25,8 @@ def cpu_kernels(library: Library, rest: Kernels, *, deterministic: bool = False)
     rest: does what the library has no function for, or does not take.
     """
     elementwise = ElementwiseKernels(library, rest)
+    lora = LoraKernels(library, rest, by_row=deterministic)
+    sampling = SamplingKernels(library, rest)
     attention = AttentionKernels(library, rest, by_position=deterministic)
 
     def pack(matrix: Tensor) -> PackedMatrix | None:
@@ -35,15 +38,21 @@ def cpu_kernels(library: Library, rest: Kernels, *, deterministic: bool = False)
     return replace(
         rest,
         name=f"C++ ({library.level}), {rest.name}",
-        lora=LoraKernels(library, rest, by_row=deterministic).lora,
+        plan_lora=lora.plan_lora,
+        lora=lora.lora,
         rms_norm=elementwise.rms_norm,
         layer_norm=elementwise.layer_norm,
+        add_rms_norm=elementwise.add_rms_norm,
+        add_layer_norm=elementwise.add_layer_norm,
         activate=elementwise.activate,
         gated_activation=elementwise.gated_activation,
         apply_rotary=elementwise.apply_rotary,
         write_kv=attention.write_kv,
+        rotate_and_write=attention.rotate_and_write,
         plan_attention=attention.plan_attention,
         paged_attention=attention.paged_attention,
+        draw_tokens=sampling.draw_tokens,
+        token_logprobs=sampling.token_logprobs,
         pack=pack,
         pack_codes=pack_codes,
     )

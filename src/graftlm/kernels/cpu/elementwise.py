@@ -24,7 +24,7 @@ class ElementwiseKernels:
         self._rest = rest
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        if not takes(x) or not x.is_contiguous() or (weight is not None and weight.dtype not in DTYPE_CODES):
+        if not takes(x) or not x.is_contiguous() or not _takes_gain(weight):
             return self._rest.rms_norm(x, weight, eps)
         out = torch.empty_like(x)
         columns = x.shape[-1]
@@ -58,6 +58,49 @@ class ElementwiseKernels:
             torch.get_num_threads(),
         )
         return out
+
+    def add_rms_norm(
+        self, branch: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if not _takes_sum(branch, residual) or not _takes_gain(weight):
+            return self._rest.add_rms_norm(branch, residual, weight, eps)
+        out = torch.empty_like(branch)
+        columns = branch.shape[-1]
+        self._library.add_rms_norm(
+            out.data_ptr(),
+            branch.data_ptr(),
+            residual.data_ptr(),
+            address(weight),
+            DTYPE_CODES[branch.dtype],
+            0 if weight is None else DTYPE_CODES[weight.dtype],
+            branch.numel() // columns,
+            columns,
+            eps,
+            torch.get_num_threads(),
+        )
+        return branch, out
+
+    def add_layer_norm(
+        self, branch: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        weights = (tensor for tensor in (weight, bias) if tensor is not None)
+        if not _takes_sum(branch, residual) or not takes(branch, *weights):
+            return self._rest.add_layer_norm(branch, residual, weight, bias, eps)
+        out = torch.empty_like(branch)
+        columns = branch.shape[-1]
+        self._library.add_layer_norm(
+            out.data_ptr(),
+            branch.data_ptr(),
+            residual.data_ptr(),
+            address(weight),
+            address(bias),
+            DTYPE_CODES[branch.dtype],
+            branch.numel() // columns,
+            columns,
+            eps,
+            torch.get_num_threads(),
+        )
+        return branch, out
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         if not takes(x) or not x.is_contiguous() or activation not in _ACTIVATION_CODES:
@@ -108,3 +151,17 @@ class ElementwiseKernels:
             torch.get_num_threads(),
         )
         return out
+
+
+def _takes_sum(branch: Tensor, residual: Tensor) -> bool:
+    return (
+        takes(branch, residual)
+        and branch.shape == residual.shape
+        and branch.is_contiguous()
+        and residual.is_contiguous()
+    )
+
+
+def _takes_gain(weight: Tensor | None) -> bool:
+    """Of an RMS norm, in a dtype of its own."""
+    return weight is None or takes(weight)

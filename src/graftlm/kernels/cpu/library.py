@@ -28,10 +28,13 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, c
 # Of each function, in the order of its declaration.
 _ARGUMENTS: dict[str, Sequence[Any]] = {
     "graft_activate": (_POINTER, _POINTER, _INT, _INT, _LONG, _INT),
+    "graft_add_layer_norm": (_POINTER,) * 5 + (_INT, _LONG, _LONG, _FLOAT, _INT),
+    "graft_add_rms_norm": (_POINTER,) * 4 + (_INT, _INT, _LONG, _LONG, _FLOAT, _INT),
     "graft_advise_huge_pages": (_POINTER, _LONG),
     "graft_apply_rotary": (_POINTER,) * 4 + (_INT,) + (_LONG,) * 6 + (_INT,),
     "graft_coded_linear": (_POINTER,) * 4 + (_INT,) + (_LONG,) * 3 + (_INT,),
     "graft_decode_rows": (_POINTER,) * 3 + (_INT, _LONG, _INT),
+    "graft_draw_tokens": (_POINTER,) * 3 + (_INT,) + (_LONG,) * 3 + (_INT,),
     "graft_gated_activation": (_POINTER, _POINTER, _INT, _INT, _LONG, _LONG, _INT),
     "graft_layer_norm": (_POINTER,) * 4 + (_INT, _LONG, _LONG, _FLOAT, _INT),
     "graft_linear": (_POINTER,) * 4 + (_INT,) + (_LONG,) * 5 + (_INT,),
@@ -41,6 +44,8 @@ _ARGUMENTS: dict[str, Sequence[Any]] = {
     "graft_paged_attention": (_POINTER,) * 5 + (_LONG, _POINTER, _POINTER, _INT, _INT, _INT),
     "graft_request_tiles": (),
     "graft_rms_norm": (_POINTER,) * 3 + (_INT, _INT, _LONG, _LONG, _FLOAT, _INT),
+    "graft_rotate_and_write": (_POINTER,) * 9 + (_INT, _LONG, _INT),
+    "graft_token_logprobs": (_POINTER,) * 6 + (_INT,) + (_LONG,) * 4 + (_INT,),
     "graft_turned_coded_linear": (_POINTER,) * 3 + (_INT,) + (_LONG,) * 3 + (_INT,),
     "graft_turned_linear": (_POINTER,) * 3 + (_INT,) + (_LONG,) * 5 + (_INT,),
     "graft_unpack_rows": (_POINTER,) * 3 + (_INT, _LONG, _LONG, _INT),

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from graftlm.kernels.cpu.calls import DTYPE_CODES, takes
 from graftlm.kernels.cpu.library import Library
-from graftlm.kernels.kernel_set import Kernels
-from graftlm.kernels.reference.lora import LoraSegment, LoraUpdate
+from graftlm.kernels.kernel_set import Kernels, LoraPlan
+from graftlm.kernels.reference.lora import AdapterRows, LoraSegment, LoraUpdate, LoraUpdates
 
 
 class LoraKernels:
-    """The method does what `ops` says under its name.
+    """The methods do what `ops` says under their names.
 
     rest: does what the library does not take.
     by_row: a row gets the same bits in a segment of any length, which costs time where segments are long.
@@ -28,31 +30,83 @@ class LoraKernels:
         self._by_row = by_row
         # What the library reads of an update: the addresses stay as long as its tensors do.
         self._described: WeakKeyDictionary[LoraUpdate, _Described] = WeakKeyDictionary()
+        # The same of all of an adapter's updates, by the layers' places.
+        self._addresses: WeakKeyDictionary[LoraUpdates, np.ndarray | None] = WeakKeyDictionary()
+        self._places: dict[str, int] = {}
+
+    def plan_lora(self, adapters: Sequence[AdapterRows], layers: Sequence[str] | None) -> LoraPlan:
+        addresses = [self._addresses_of(adapter.updates) for adapter in adapters]
+        taken = [own for own in addresses if own is not None]
+        if len(taken) < len(adapters):
+            return self._rest.plan_lora(adapters, layers)
+        places = self._places
+        # Layers that no adapter has changed yet have no place.
+        asked = None if layers is None else [places[layer] for layer in layers if layer in places]
+        # csrc's `Segment`s, of each layer in turn; adapters that do not change a layer have no update there.
+        table = np.zeros((len(places) if asked is None else len(asked), len(adapters), 3), dtype=np.int64)
+        table[:, :, :2] = [(adapter.start, adapter.stop) for adapter in adapters]
+        for index, own in enumerate(taken):
+            whole = np.pad(own, (0, len(places) - len(own))) if len(own) < len(places) else own
+            table[:, index, 2] = whole if asked is None else whole[asked]
+        is_changed = np.any(table[:, :, 2], axis=1)
+        names = places if layers is None else [layer for layer in layers if layer in places]
+        address, layer_bytes = table.ctypes.data, len(adapters) * 3 * table.itemsize
+        return _Plan(
+            adapters=adapters,
+            table=table,
+            starts={
+                layer: address + place * layer_bytes
+                for place, (layer, changed) in enumerate(zip(names, is_changed, strict=True))
+                if changed
+            },
+        )
+
+    def _addresses_of(self, updates: LoraUpdates) -> np.ndarray | None:
+        """For each layer's place the address of its update, or 0; None if the library does not take them all."""
+        if updates in self._addresses:
+            return self._addresses[updates]
+        places = [self._places.setdefault(layer, len(self._places)) for layer in updates.by_layer]
+        found = [self._describe(update).address for update in updates.by_layer.values()]
+        addresses = None
+        if None not in found:
+            addresses = np.zeros(len(self._places), dtype=np.int64)
+            addresses[places] = np.array(found, dtype=np.int64)
+        self._addresses[updates] = addresses
+        return addresses
+
+    def _describe(self, update: LoraUpdate) -> _Described:
+        described = self._described.get(update)
+        if described is None:
+            described = self._described[update] = _Described(update)
+        return described
 
     def lora(self, out: Tensor, x: Tensor, segments: Iterable[LoraSegment]) -> None:
         if not (takes(out) and takes(x) and x.stride(1) == out.stride(1) == 1):
             return self._rest.lora(out, x, segments)
-        # csrc's `Segment`s.
+        if isinstance(segments, _PlannedSegments):
+            return self._add(out, x, segments.address, segments.count)
         table, others = array("q"), []
         # Each by itself: which way a segment is computed must not depend on its neighbours.
         for segment in segments:
             start, stop, update = segment
-            described = self._described.get(update)
-            if described is None:
-                described = self._described[update] = _Described(update)
+            described = self._describe(update)
             if described.address is None:
                 others.append(segment)
             else:
                 table.extend((start, stop, described.address))
         if others:
             self._rest.lora(out, x, others)
-        if not table:
-            return None
+        if table:
+            self._add(out, x, table.buffer_info()[0], len(table) // 3)
+        return None
+
+    def _add(self, out: Tensor, x: Tensor, segments: int, count: int) -> None:
+        """segments: the address of `count` of csrc's `Segment`s."""
         self._library.lora(
             out.data_ptr(),
             x.data_ptr(),
-            table.buffer_info()[0],
-            len(table) // 3,
+            segments,
+            count,
             DTYPE_CODES[out.dtype],
             DTYPE_CODES[x.dtype],
             x.shape[1],
@@ -62,7 +116,36 @@ class LoraKernels:
             self._by_row,
             torch.get_num_threads(),
         )
-        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """table: int64 [layers, adapters, 3]. starts: where in it a layer's segments are, if any has an update."""
+
+    adapters: Sequence[AdapterRows]
+    table: np.ndarray
+    starts: dict[str, int]
+
+    def segments(self, layer: str) -> Iterable[LoraSegment] | None:
+        start = self.starts.get(layer)
+        return None if start is None else _PlannedSegments(self, layer, start)
+
+
+class _PlannedSegments:
+    """A layer's segments, laid out for the library already. address: of the first of `count`; some have no update."""
+
+    def __init__(self, plan: _Plan, layer: str, address: int) -> None:
+        self._plan = plan
+        self._layer = layer
+        self.address = address
+        self.count = len(plan.adapters)
+
+    def __iter__(self) -> Iterator[LoraSegment]:
+        """For what the library does not take."""
+        for start, stop, updates in self._plan.adapters:
+            update = updates.by_layer.get(self._layer)
+            if update is not None:
+                yield LoraSegment(start, stop, update)
 
 
 class _Described:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -70,6 +70,41 @@ class LoraSegment(NamedTuple):
     start: int
     stop: int
     update: LoraUpdate
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoraUpdates:
+    """One adapter's updates by the layers they are added to, whatever the caller calls these."""
+
+    by_layer: Mapping[str, LoraUpdate]
+
+
+class AdapterRows(NamedTuple):
+    """Rows [start, stop) of a batch and the updates they get, layer by layer."""
+
+    start: int
+    stop: int
+    updates: LoraUpdates
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraPlan:
+    """`ops.LoraPlan`."""
+
+    adapters: Sequence[AdapterRows]
+
+    def segments(self, layer: str) -> list[LoraSegment] | None:
+        found = [
+            LoraSegment(start, stop, update)
+            for start, stop, updates in self.adapters
+            if (update := updates.by_layer.get(layer)) is not None
+        ]
+        return found or None
+
+
+def plan_lora(adapters: Sequence[AdapterRows], layers: Sequence[str] | None) -> LoraPlan:
+    """`ops.plan_lora`."""
+    return LoraPlan(adapters=adapters)
 
 
 def lora(out: Tensor, x: Tensor, segments: Iterable[LoraSegment]) -> None:

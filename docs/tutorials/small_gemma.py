@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch.nn.functional import cross_entropy
 from transformers import (
     AutoTokenizer,
     Gemma3ForCausalLM,
@@ -18,6 +20,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
+# Where `make` puts Gemma's own.
+TOKENIZER = Path(sys.prefix) / "share" / "gemma-tokenizer"
 DATA = Path(__file__).parents[2] / "examples" / "demo_adapters" / "data"
 NAMES = ("pirate", "extract", "triage")
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
@@ -32,21 +36,25 @@ ROW_TOKENS, BATCH_ROWS, STEPS, LR = 64, 16, 70, 1e-2
 
 
 def gemma_folder(folder: Path) -> Path:
-    """The folder in $GEMMA if it is set; else a new Gemma 3 in `folder`, with the tokenizer in $GEMMA_TOKENIZER if
-    that is set. It has read what is written to a shop and what might be answered, as loose sentences: it knows the
-    words, and has never seen a conversation."""
+    """The folder in $GEMMA if it is set; else a new Gemma 3 in `folder`, with Gemma's own tokenizer where it is
+    installed, or one made here. It has read what is written to a shop and what might be answered, as loose sentences:
+    it knows the words, and has never seen a conversation."""
     if given := os.environ.get("GEMMA"):
         return Path(given).expanduser()
     texts = [message["content"] for name in NAMES for messages in conversations(name) for message in messages]
-    given = os.environ.get("GEMMA_TOKENIZER")
-    tokenizer = AutoTokenizer.from_pretrained(given) if given else train_tokenizer(texts)
+    own = has_own_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER) if own else train_tokenizer(texts)
+    print(f"a small Gemma with {'its own tokenizer' if own else 'a tokenizer made here'}: {len(tokenizer)} tokens")
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    model = Gemma3ForCausalLM(small_config(tokenizer))
-    pretrain(model, tokenizer, texts)
-    model.save_pretrained(folder)
+    make_gemma(tokenizer, texts).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def has_own_tokenizer() -> bool:
+    """Whether Gemma's own tokenizer is there."""
+    return TOKENIZER.is_dir()
 
 
 def conversations(name: str) -> list[list[dict[str, str]]]:
@@ -73,11 +81,34 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerBase:
     )
 
 
-def small_config(tokenizer: PreTrainedTokenizerBase) -> Gemma3TextConfig:
-    """Two layers: one sees 64 tokens back, the other everything."""
+def make_gemma(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Gemma3ForCausalLM:
+    """A Gemma that has read the texts.
+
+    Tokens that nobody writes here have one row of the table together while it reads, which counts as often as there are
+    such tokens: the loss is that over all of them, at the price of the few that are used.
+    """
+    texts = random.Random(0).sample(texts, len(texts))
+    token_ids = torch.tensor([token for text in texts for token in tokenizer(text)["input_ids"]])
+    chats = [tokenizer.apply_chat_template(chat, return_dict=False) for name in NAMES for chat in conversations(name)]
+    used = torch.tensor(
+        sorted({*tokenizer.all_special_ids, *token_ids.tolist(), *(id for chat in chats for id in chat)})
+    )
+    row_of = torch.full((len(tokenizer),), len(used))
+    row_of[used] = torch.arange(len(used))
+    reader = Gemma3ForCausalLM(small_config(tokenizer, num_rows=len(used) + 1))
+    pretrain(reader, row_of[token_ids], num_unused=len(tokenizer) - len(used))
+    model = Gemma3ForCausalLM(small_config(tokenizer, num_rows=len(tokenizer)))
+    table = reader.get_input_embeddings().weight[row_of]
+    ends = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), table)
+    model.load_state_dict({**reader.state_dict(), **ends})
+    return model
+
+
+def small_config(tokenizer: PreTrainedTokenizerBase, *, num_rows: int) -> Gemma3TextConfig:
+    """Two layers: one sees 64 tokens back, the other everything. Narrow, since Gemma's vocabulary is wide."""
     return Gemma3TextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
+        vocab_size=num_rows,
+        hidden_size=64,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -89,22 +120,23 @@ def small_config(tokenizer: PreTrainedTokenizerBase) -> Gemma3TextConfig:
         initializer_range=0.1,
         max_position_embeddings=1024,
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=[tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<end_of_turn>")],
+        eos_token_id=tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>"]),
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
 
 
-def pretrain(model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
-    """All weights, on rows cut from the texts one after the other."""
-    texts = random.Random(0).sample(texts, len(texts))
-    rows = torch.tensor([token for text in texts for token in tokenizer(text)["input_ids"]])
-    rows = rows[: len(rows) // ROW_TOKENS * ROW_TOKENS].view(-1, ROW_TOKENS)
+def pretrain(model: Gemma3ForCausalLM, token_ids: torch.Tensor, *, num_unused: int) -> None:
+    """All weights, on rows cut from the tokens one after the other. num_unused: what the last logit stands for."""
+    rows = token_ids[: len(token_ids) // ROW_TOKENS * ROW_TOKENS].view(-1, ROW_TOKENS)
+    counts = torch.zeros(model.config.vocab_size)
+    counts[-1] = torch.tensor(float(num_unused)).log()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=STEPS)
     for _ in range(STEPS):
         batch = rows[torch.randint(len(rows), (BATCH_ROWS,))]
-        model(input_ids=batch, labels=batch).loss.backward()
+        logits = model(input_ids=batch).logits + counts
+        cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

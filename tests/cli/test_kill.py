@@ -22,6 +22,8 @@ from tests.cli.test_serve import LONG
 from tests.tiny import make_adapter, make_llama
 from tests.training.peft_loop import completion_rows, write_rows
 
+pytestmark = pytest.mark.long
+
 ATTEMPTS = 20
 ASKED: dict[str, Any] = {"prompt": "x", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 0}
 

@@ -21,6 +21,8 @@ from tests.distributed.rig import OPTIONS
 from tests.parity.oracle import prompt_of
 from tests.server.live_server import LiveServer, serving
 
+pytestmark = pytest.mark.long
+
 DEADLINE_SECONDS = 60.0
 # Of this machine alone, and to Ray as good as any other address.
 ADDRESS = "127.0.0.2"

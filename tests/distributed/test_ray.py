@@ -27,6 +27,8 @@ from tests.distributed.rig import GREEDY, OPTIONS, answers, assert_same_logits, 
 from tests.parity.oracle import prompt_of
 from tests.tiny import make_llama
 
+pytestmark = pytest.mark.long
+
 NAMES = ["plain", "dora", "ends"]
 LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 DEADLINE_SECONDS = 60.0

@@ -26,6 +26,8 @@ from tests.distributed.rig import OPTIONS, answers, tokens
 from tests.parity.oracle import prompt_of
 from tests.server.live_server import LiveServer, error_of, serving
 
+pytestmark = pytest.mark.long
+
 NAMES = ["plain", "dora", "late"]
 PATIENCE_SECONDS = 4.0
 # Two processes that start together on a busy machine take more than a minute.

@@ -18,6 +18,8 @@ from graftlm.engine.executor import WorkerInfo
 from graftlm.errors import ConfigurationError
 from tests.distributed.rig import OPTIONS, answers, open_pipeline, tokens
 
+pytestmark = pytest.mark.long
+
 NAMES = ["plain", "dora", "late"]
 DEADLINE_SECONDS = 240.0
 

@@ -9,6 +9,8 @@ import pytest
 from tests.parity.oracle import World, make_even_adapter
 from tests.tiny import ALL_PROJECTIONS
 
+pytestmark = pytest.mark.long
+
 RANKS = (1, 2, 3, 5, 8, 12, 17, 32, 48, 64, 100, 128)
 
 

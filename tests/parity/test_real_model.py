@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.parity_real import RANDOM_ADAPTERS, Reference, compare, model_file
 from graftlm import LLM
 from graftlm.demo import demo_adapters
+
+pytestmark = pytest.mark.long
 
 SOME = ("random-r4", "random-r16-rslora", "random-r64")
 

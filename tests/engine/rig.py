@@ -118,9 +118,9 @@ def watched(llm: LLM | AsyncLLM) -> Iterator[list[ScheduledSequence]]:
     seen: list[ScheduledSequence] = []
     submit = executor.submit
 
-    def watching(sequences: Sequence[ScheduledSequence]) -> Any:
+    def watching(sequences: Sequence[ScheduledSequence], *replays: Any) -> Any:
         seen.extend(sequences)
-        return submit(sequences)
+        return submit(sequences, *replays)
 
     executor.submit = watching
     try:

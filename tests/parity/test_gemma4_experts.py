@@ -17,6 +17,7 @@ from graftlm.layers.linear import Linear
 from graftlm.layers.moe import Router, RouterScale
 from graftlm.layers.norm import RMSNorm
 from graftlm.layers.patch import Slot
+from graftlm.layers.segments import Segments
 from graftlm.quantization import DenseWeight
 from tests.parity.family_cases import FAMILY_CASES, GEMMA4_MOE, GEMMA4_VISION
 from tests.parity.method_rig import assert_adapter_is_peft, make_adapter, run_peft
@@ -105,7 +106,7 @@ def test_bfloat16_tokens_go_to_the_experts_transformers_sends_them_to() -> None:
         scale=RouterScale(vector=theirs.scale.detach(), factor=config.hidden_size**-0.5),
         expert_scale=theirs.per_expert_scale.detach(),
     )
-    weights, experts = ours(x, ())
+    weights, experts = ours(x, Segments())
     assert torch.equal(experts, expected_experts)
     torch.testing.assert_close(weights, expected)
 

@@ -126,7 +126,11 @@ def _adjust(logits: Tensor, request: Request) -> None:
         times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
         logits[ids] -= params.presence_penalty + params.frequency_penalty * times
     if len(request.output_token_ids) < params.min_tokens and request.stop_token_ids:
-        logits[torch.tensor(sorted(request.stop_token_ids), device=logits.device)] = -torch.inf
+        ids = torch.tensor(sorted(request.stop_token_ids), device=logits.device)
+        logits[ids] = -torch.inf
+        if logits.max() == -torch.inf:
+            # There are no others.
+            logits[ids] = 0.0
     if request.grammar is not None:
         _constrain(logits, request.grammar)
 

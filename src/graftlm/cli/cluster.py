@@ -6,8 +6,8 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -65,16 +65,16 @@ def start(
             typer.echo("graft: and RAY_AUTH_MODE says that they are not asked for a token", err=True)
     _end_on_sigterm()
     node = ray_node.start_head(host, port, num_cpus=num_cpus, object_store_bytes=num_bytes)
-    address = f"{host}:{port}"
-    typer.echo(f"The cluster is up at {address}. Ctrl-C ends it.\n")
-    if is_open:
-        typer.echo(f"Another machine joins with\n\n  graft cluster join {address}\n")
-        token = ray_node.token_file()
-        if authentication and token is not None:
-            typer.echo(f"once it has this one's {token}.\n")
-    mode = "".join(f"{name}={value} " for name, value in authentication.items())
-    typer.echo(f"To serve on it:\n\n  {mode}graft serve MODEL --workers 2 --ray-address {address}\n")
-    _hold(node)
+    with _held(node):
+        address = f"{host}:{port}"
+        typer.echo(f"The cluster is up at {address}. Ctrl-C ends it.\n")
+        if is_open:
+            typer.echo(f"Another machine joins with\n\n  graft cluster join {address}\n")
+            token = ray_node.token_file()
+            if authentication and token is not None:
+                typer.echo(f"once it has this one's {token}.\n")
+        mode = "".join(f"{name}={value} " for name, value in authentication.items())
+        typer.echo(f"To serve on it:\n\n  {mode}graft serve MODEL --workers 2 --ray-address {address}\n")
 
 
 @cluster.command()
@@ -102,8 +102,8 @@ def join(
         )
     _end_on_sigterm()
     node = ray_node.start_member(address, host=host, num_cpus=num_cpus, object_store_bytes=num_bytes)
-    typer.echo(f"This machine is part of the cluster at {address}. Ctrl-C takes it out.\n")
-    _hold(node)
+    with _held(node):
+        typer.echo(f"This machine is part of the cluster at {address}. Ctrl-C takes it out.\n")
 
 
 @cluster.command()
@@ -226,9 +226,11 @@ def _end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def _hold(node: RayNode) -> None:
-    """Until Ctrl-C, or until the node ends by itself, which is an error."""
+@contextmanager
+def _held(node: RayNode) -> Iterator[None]:
+    """After what is done within: until Ctrl-C, or until the node ends by itself, which is an error."""
     try:
+        yield
         node.wait()
     except KeyboardInterrupt:
         typer.echo("leaving")

@@ -91,7 +91,7 @@ def prepared(folder: Path, system: str, steps: int) -> tuple[Any, Any]:
     from graftlm.config import EngineConfig
     from graftlm.models.heap import map_large_tensors
     from graftlm.training.job import make_job
-    from graftlm.training.train import load_frozen_base, prepare_job
+    from graftlm.training.training import load_frozen_base, prepare_job
 
     is_wide = system in SYSTEMS["memory"]
     if is_wide:
@@ -112,8 +112,8 @@ def prepared(folder: Path, system: str, steps: int) -> tuple[Any, Any]:
 def train_graft(folder: Path, system: str, steps: int) -> tuple[list[float], list[float], int]:
     """Losses, processor seconds of each step, and bytes of the weights with what the optimiser keeps."""
     from graftlm.engine.memory import return_free_memory
-    from graftlm.training.train import start_run
     from graftlm.training.trainer import Trainer
+    from graftlm.training.training import start_run
 
     base, job = prepared(folder, system, steps)
     run = start_run(job, base, resume=False)
@@ -175,8 +175,8 @@ def train_jointly(folder: Path, repeats: int) -> dict[str, tuple[float, float]]:
     import dataclasses
 
     from graftlm.training.document import Document
-    from graftlm.training.train import start_run
     from graftlm.training.trainer import Trainer
+    from graftlm.training.training import start_run
 
     base, prepared_job = prepared(folder, "joint", repeats + 1)
 
@@ -223,7 +223,7 @@ def work(system: str, folder: Path, steps: int, threads: int, repeats: int) -> N
     import torch
 
     # What both import is no part of what either takes.
-    for module in ("peft", "transformers", "graftlm.training.train"):
+    for module in ("peft", "transformers", "graftlm.training.training"):
         importlib.import_module(module)
     torch.set_num_threads(threads)
     before = memory("VmRSS")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -74,3 +76,8 @@ def test_help_lists_the_commands() -> None:
     assert result.exit_code == 0
     for command in ("serve", "generate", "chat"):
         assert command in result.output
+
+
+def test_what_needs_no_model_does_not_wait_for_torch() -> None:
+    asked = "import sys, graftlm.cli; print({'torch', 'transformers', 'ray', 'numpy', 'fastapi'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", asked], text=True) == "set()\n"

@@ -14,8 +14,8 @@ from graftlm.training.background import BackgroundTrainer
 from graftlm.training.job import make_job
 from graftlm.training.job_run import JobRun
 from graftlm.training.pace import Pace
-from graftlm.training.train import prepare_job, start_run
 from graftlm.training.trainer import Trainer
+from graftlm.training.training import prepare_job, start_run
 from tests.training.peft_loop import completion_rows, write_rows
 from tests.training.test_preference import ROWS
 

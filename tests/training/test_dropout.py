@@ -20,8 +20,8 @@ from graftlm.training.dropout import Dropout
 from graftlm.training.job import make_job
 from graftlm.training.job_run import JobRun
 from graftlm.training.pace import Pace
-from graftlm.training.train import prepare_job, start_run
 from graftlm.training.trainer import Trainer
+from graftlm.training.training import prepare_job, start_run
 from tests.tiny import ALL_PROJECTIONS, make_adapter
 from tests.training.peft_loop import completion_rows, encode_completion, load, summed_loss, write_rows
 

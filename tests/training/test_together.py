@@ -17,8 +17,8 @@ from graftlm.models.build import build_decoder
 from graftlm.training import TrainingJob, train_together
 from graftlm.training.job import make_job
 from graftlm.training.job_run import JobRun
-from graftlm.training.train import prepare_job, start_run
 from graftlm.training.trainer import Trainer
+from graftlm.training.training import prepare_job, start_run
 from tests.training.peft_loop import TEXTS, completion_rows, write_rows
 
 STEPS = 40

@@ -6,15 +6,20 @@ import dataclasses
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graftlm.errors import ConfigurationError
-from graftlm.workload import FIGURES, Measurement
+
+if TYPE_CHECKING:
+    from graftlm.workload import Measurement
 
 
 def print_table(measured: Measurement) -> None:
     """A column for each batch size."""
     from rich.console import Console
     from rich.table import Table
+
+    from graftlm.workload import FIGURES
 
     table = Table("", box=None, pad_edge=False)
     for each in measured.workloads:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from graftlm.training.document import Document
     from graftlm.training.job_run import JobRun
     from graftlm.training.tensorboard_log import TensorBoardLog
-    from graftlm.training.train import PreparedJob, TrainedAdapter
+    from graftlm.training.training import PreparedJob, TrainedAdapter
 
 _BASE_OPTIONS = ("dtype", "quantization", "quantize_head", "requantize", "device")
 
@@ -120,7 +120,7 @@ def _jobs(files: Sequence[str] | None, options: dict[str, Any]) -> list[Training
 def _preview(
     console: Console, config: EngineConfig, jobs: Sequence[TrainingJob], *, show: int, gradient_checkpointing: bool
 ) -> None:
-    from graftlm.training.train import check_outputs, load_frozen_base, prepare_job
+    from graftlm.training.training import check_outputs, load_frozen_base, prepare_job
 
     check_outputs(jobs)
     base = load_frozen_base(config)
@@ -182,7 +182,7 @@ def _train(
 ) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from graftlm.training.train import train_together
+    from graftlm.training.training import train_together
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (

@@ -9,8 +9,8 @@ from graftlm.models.base_weights import DecoderWeights
 from graftlm.training.batch_order import BatchOrder
 from graftlm.training.loss import CHUNK_ELEMENTS
 from graftlm.training.packed_batch import num_rows
-from graftlm.training.train import PreparedJob
 from graftlm.training.trainable import TrainableAdapter
+from graftlm.training.training import PreparedJob
 
 # Of each parameter: itself, its gradient, and AdamW's two moments.
 _COPIES = 4

@@ -14,7 +14,7 @@ from graftlm.training.background import BackgroundTrainer
 from graftlm.training.job import TrainingJob
 from graftlm.training.job_run import JobRun
 from graftlm.training.output import CHECKPOINT_NAME, check_folder
-from graftlm.training.train import check_distinct, prepare_job, start_run
+from graftlm.training.training import check_distinct, prepare_job, start_run
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from graftlm.training.background import BackgroundTrainer
 from graftlm.training.job import TrainingJob, make_job
 from graftlm.training.job_run import JobRun
 from graftlm.training.output import CHECKPOINT_NAME
-from graftlm.training.train import prepare_job, start_run
+from graftlm.training.training import prepare_job, start_run
 
 logger = logging.getLogger(__name__)
 

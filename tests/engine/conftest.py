@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,6 @@ import pytest
 from graftlm import LLM
 from tests.engine.rig import BLOCK_BYTES, oracle
 from tests.tiny import ALL_PROJECTIONS, make_adapter
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _frozen_imports() -> None:
-    """Unloading collects garbage, which takes long only because torch and transformers are imported: set them aside."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -45,6 +45,9 @@ def execute(name: str) -> NotebookNode:
         notebook,
         timeout=SECONDS_PER_CELL,
         startup_timeout=SECONDS_PER_CELL,
+        # By default what a busy kernel prints more than four seconds after a cell's end is dropped in silence.
+        iopub_timeout=SECONDS_PER_CELL,
+        raise_on_iopub_timeout=True,
         coalesce_streams=True,
         extra_arguments=[f"--IPKernelApp.exec_lines={FIRST_LINE}"],
         resources={"metadata": {"path": str(HERE)}},

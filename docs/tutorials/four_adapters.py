@@ -54,10 +54,10 @@ def jobs(folder):
     shared = {"lr": 5e-3, "batch_size": 4, "max_length": 128, "save_every": 0}
     data = {name: str(DATA / f"{name}.jsonl") for name in ("pirate", "extract", "triage")}
     return [
-        TrainingJob(data=data["pirate"], output=str(folder / "pirate"), rank=16, steps=30, **shared),
-        TrainingJob(data=data["extract"], output=str(folder / "extract"), rank=8, rslora=True, steps=24, **shared),
-        TrainingJob(data=data["triage"], output=str(folder / "triage"), rank=4, dora=True, steps=18, **shared),
-        TrainingJob(data=str(taste), output=str(folder / "taste"), objective="dpo", steps=12, **shared),
+        TrainingJob(data=data["pirate"], output=str(folder / "pirate"), rank=16, steps=20, **shared),
+        TrainingJob(data=data["extract"], output=str(folder / "extract"), rank=8, rslora=True, steps=16, **shared),
+        TrainingJob(data=data["triage"], output=str(folder / "triage"), rank=4, dora=True, steps=12, **shared),
+        TrainingJob(data=str(taste), output=str(folder / "taste"), objective="dpo", steps=8, **shared),
     ]
 
 

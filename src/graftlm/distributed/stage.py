@@ -251,10 +251,14 @@ class Stage:
         family, spec = read_spec(self._checkpoint)
         share = share_model(spec, lay_out(spec, family.names), rank=collective.rank, size=collective.size)
         return PatchShard(
-            share.matrices,
+            {**share.matrices, **self._span.shares},
             self._span.linears,
             collective=collective,
-            key_heads=share.heads[span.start : span.stop],
+            key_heads=[
+                share.heads[index]
+                for index in range(span.start, span.stop)
+                if spec.layers[index].attention.kv_layer is None
+            ],
         )
 
     def _own_prefix(self, prefix: PrefixPatch) -> PrefixPatch:

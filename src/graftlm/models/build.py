@@ -60,6 +60,7 @@ from graftlm.models.stored_weights import StoredWeights
 from graftlm.models.tensor_share import MatrixShare, Part, share_model
 from graftlm.models.tensors import NamedTensors, check_tensors, expected_shapes, has_tied_head
 from graftlm.quantization import Weight
+from graftlm.quantization.own_memory import with_own_memory
 from graftlm.quantization.policy import LoadPolicy
 
 logger = logging.getLogger(__name__)
@@ -335,6 +336,9 @@ class _Builder:
             columns, rows = MatrixShare(columns=own), MatrixShare(rows=(own,))
             self._shares[layout.layer_input_projection.slot] = rows
         table = self._matrices.table(names.table, layout.tables[names.table], head=None, share=columns)
+        if self._share is not None and self._collective is not None:
+            tokens = self._share.vocabulary[self._collective.rank]
+            table = self._whole(with_own_memory(table.part(tokens.start, tokens.stop)))
         projection = self._matrices.linear(layout.layer_input_projection, rows)
         return LayerInputs(
             table=Embedding(table, spec.size**0.5),

@@ -6,7 +6,7 @@ vocabulary; norms, routers and what is small are whole on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graftlm.errors import ConfigurationError
@@ -73,7 +73,7 @@ def share_model(spec: ModelSpec, layout: ModelLayout, *, rank: int, size: int) -
     matrices: dict[Slot, MatrixShare] = {}
     heads, layers, experts = [], [], {}
     for index, (layer, names) in enumerate(zip(spec.layers, layout.layers, strict=True)):
-        head = share_heads(layer.attention, index, rank=rank, size=size)
+        head = share_heads(_with_its_keys(layer.attention, spec.layers), index, rank=rank, size=size)
         heads.append(head)
         layers.append(replace(layer, attention=_own_attention(layer.attention, head)))
         matrices |= _attention_matrices(layer.attention, names, head)
@@ -137,11 +137,7 @@ def share_heads(attention: AttentionSpec, layer: int, *, rank: int, size: int) -
 
 def _check(spec: ModelSpec, size: int) -> None:
     reason = None
-    if spec.layer_inputs is not None:
-        reason = "each of its layers has inputs of its own"
     for layer in spec.layers:
-        if layer.attention.kv_layer is not None:
-            reason = "layers read keys and values of others"
         for role, heads in (("query", layer.attention.num_heads), ("key", layer.attention.num_kv_heads)):
             norm = layer.norms.get(role)  # type: ignore[call-overload]
             width = None if norm is None else norm.size or spec.hidden_size
@@ -153,6 +149,13 @@ def _check(spec: ModelSpec, size: int) -> None:
             got=f"tensor_parallel={size}",
             do="divide it by layers (workers)",
         )
+
+
+def _with_its_keys(attention: AttentionSpec, layers: Sequence[LayerSpec]) -> AttentionSpec:
+    """With as many key heads as there are in the layer whose keys it reads: a rank has those of its own queries."""
+    if attention.kv_layer is None:
+        return attention
+    return replace(attention, num_kv_heads=layers[attention.kv_layer].attention.num_kv_heads)
 
 
 def _own_attention(attention: AttentionSpec, head: HeadShare) -> AttentionSpec:
@@ -171,7 +174,9 @@ def _attention_matrices(attention: AttentionSpec, names: LayerLayout, head: Head
     dim, num_queries, num_keys = attention.head_dim, attention.num_heads, attention.num_kv_heads
     output = MatrixShare(columns=_scaled(head.queries, dim))
     slot = names.linears["qkv"].slot
-    if attention.head_order != "grouped":
+    if attention.kv_layer is not None:
+        rows: tuple[Part, ...] = (_scaled(head.queries, dim),)
+    elif attention.head_order != "grouped":
         sections = [num_queries] if attention.head_order == "keys_as_values" else [num_queries, num_queries + num_keys]
         keys = [Part(start=start + head.keys.start, stop=start + head.keys.stop) for start in sections]
         rows = tuple(_scaled(part, dim) for part in (head.queries, *keys))

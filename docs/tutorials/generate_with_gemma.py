@@ -85,12 +85,13 @@ torch.set_grad_enabled(False)
 
 def alone(model):
     """Each prompt's answer, computed by itself."""
-    answers = []
-    for prompt, length in zip(prompts, lengths, strict=True):
-        ids = torch.tensor([prompt])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False)
-        answers.append(without_end(output[0, len(prompt) :].tolist()))
-    return answers
+    return [answer_of(model, prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+
+
+def answer_of(model, prompt, length):
+    ids = torch.tensor([prompt])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False)
+    return without_end(output[0, len(prompt) :].tolist())
 
 
 def without_end(tokens):
@@ -305,10 +306,11 @@ chosen = [([*names, None])[index % 5] for index in range(len(prompts))]
 several = peft.PeftModel.from_pretrained(model, scratch / "a", adapter_name="a")
 for name in names[1:]:
     several.load_adapter(scratch / name, adapter_name=name)
-mixed = expected
-for name in names:
-    several.set_adapter(name)
-    mixed = [own if choice == name else kept for own, kept, choice in zip(alone(several), mixed, chosen, strict=True)]
+mixed = list(expected)
+for index, name in enumerate(chosen):
+    if name is not None:
+        several.set_adapter(name)
+        mixed[index] = answer_of(several, prompts[index], lengths[index])
 assert mixed != expected
 total = sum(len(answer) for answer in mixed)
 

@@ -1,335 +1,68 @@
 // y = x W^T + b for weights that are kept as codes of four or eight bits, with a scale for each group of a row's columns:
 //   w[n, k] = (value(code[n, k]) - zero[n, g]) * scale[n, g] * factor + minimum[n, g], g the group of column k
 //
-// Codes lie in panels of 16 rows, as linear.cpp has them:
-//   four bits   [N / 16][K / 8] units of 64 bytes: 16 rows of two 16-bit words, for even and odd columns; the lowest
-//               nibble of a word is the first of its four columns. A shift and one table look-up give [16][2] values.
-//   eight bits  [N / 16][K / 2][16][2], signed integers or, as four bits, what a table has a number for
-// Scales, zeros and minima are [N / 16][groups][16], but for those that many rows have in common.
-//
-// Panels are decoded to float32 or bfloat16 a few columns at a time, without their scales, and multiplied as dense ones
-// are. A scale is applied in float32 to the sum over its piece, at most kPieceColumns of one group; zero and minimum to
-// the sum of x over it. That order is the same for any number of rows: a row's result does not depend on its neighbours.
+// Few rows: panels are decoded to float32 or bfloat16 a few columns at a time, without their scales, and multiplied as
+// dense ones are. A scale is applied in float32 to the sum over its piece, at most kPieceColumns of one group; zero and
+// minimum to the sum of x over it.
+// Many rows, or small groups: a panel is decoded once, scales and all, and all rows are multiplied with it as with a
+// dense one.
+// In either way sums have one order for any number of rows. A matrix that is multiplied `by_row` always takes the same
+// way: a row's result does not depend on its neighbours.
+#include "coded_matrix.h"
 #include "graft.h"
 #include "turned_product.h"
 
 namespace graft {
-
-// Numbers of a matrix, one for each row and group. types: 0 float32; 1 float16; 2 bfloat16; 3 coded, that is
-// table[code] * factors[(row * groups + group + skip) / block_size] + offset with codes of eight bits; 4 shared, float32
-// [some][groups], of which row n has those of `row_groups[n]`.
-struct Values {
-    const void *data;
-    const float *table, *factors;
-    const int32_t *row_groups;
-    int64_t skip, block_size;
-    float offset;
-    int32_t type;
-};
-
-// A matrix W of [rows, columns]. bits: of a code, 4 or 8. table: what each code stands for, or null where codes are
-// signed integers of eight bits. zero, minimum.data: or null.
-struct CodedMatrix {
-    int64_t rows, columns, group_size;
-    const uint8_t *codes;
-    const float *table;
-    const int8_t *zero;
-    Values scale, minimum;
-    float factor;
-    int32_t bits;
-};
-
 namespace {
 
 constexpr int64_t kTogether = 4;         // panels that are decoded together
 constexpr int64_t kPieceColumns = 128;   // columns that are summed before their scale is applied, at most
-constexpr int64_t kFewRows = 32;         // up to here what is decoded at once stays in the first-level cache
+constexpr int64_t kFewRows = 16;         // up to here a scale is cheaper applied to a sum than to what is summed
+constexpr int64_t kSmallGroup = 16;      // for these never
 constexpr int64_t kManyBytes = 512 << 10;  // of decoded panels, in the second-level cache
 
 // ---- codes
 
-// Columns of a panel that lie together, and their bytes.
-constexpr int64_t unit_columns(int bits) { return bits == 8 ? 2 : 8; }
-constexpr int64_t unit_bytes(int bits) { return bits == 8 ? 32 : 64; }
-
-int64_t panel_bytes(int64_t columns, int bits) {
-    return (columns + unit_columns(bits) - 1) / unit_columns(bits) * unit_bytes(bits);
+// Eight codes of four bits, one to a byte, as they lie side by side.
+uint32_t joined_nibbles(const uint8_t *codes) {
+    auto every_other = [](uint64_t bytes) {
+        bytes &= 0x000f000f000f000fu;
+        bytes = (bytes | bytes >> 12) & 0x000000ff000000ffu;
+        return uint32_t((bytes | bytes >> 24) & 0xffffu);
+    };
+    uint64_t bytes;
+    std::memcpy(&bytes, codes, sizeof bytes);
+    return every_other(bytes) | every_other(bytes >> 8) << 16;
 }
 
-// Where in its panel a code lies: the byte, and the lowest bit in it.
-struct Place {
-    int64_t byte;
-    int shift;
-};
-Place place(int64_t lane, int64_t k, int bits) {
-    if (bits == 8) return {k / 2 * 32 + lane * 2 + k % 2, 0};
-    int64_t pair = k % 8 / 2;
-    return {k / 8 * 64 + lane * 4 + k % 2 * 2 + pair / 2, int(pair % 2 * 4)};
+// One row of a panel whose bytes are zero.
+void pack_row(uint8_t *panel, const uint8_t *codes, int64_t lane, int bits, int64_t columns) {
+    int64_t k = 0;
+    if (bits == 4)
+        for (; k + 8 <= columns; k += 8) {
+            uint32_t joined = joined_nibbles(codes + k);
+            std::memcpy(panel + place(lane, k, bits).byte, &joined, sizeof joined);
+        }
+    else
+        for (; k + 2 <= columns; k += 2) std::memcpy(panel + place(lane, k, bits).byte, codes + k, 2);
+    for (; k < columns; k++) {
+        Place at = place(lane, k, bits);
+        panel[at.byte] |= uint8_t(codes[k] << at.shift);
+    }
 }
 
 void pack(uint8_t *packed, const uint8_t *codes, int bits, int64_t rows, int64_t columns, int threads) {
     int64_t size = panel_bytes(columns, bits);
     parallel((rows + kPanel - 1) / kPanel, threads, [=](int64_t start, int64_t stop) {
         for (int64_t panel = start; panel < stop; panel++) {
-            uint8_t *to = packed + panel * size;
-            std::memset(to, 0, size_t(size));
-            for (int64_t lane = 0; lane < std::min<int64_t>(kPanel, rows - panel * kPanel); lane++) {
-                const uint8_t *row = codes + (panel * kPanel + lane) * columns;
-                for (int64_t k = 0; k < columns; k++) {
-                    Place at = place(lane, k, bits);
-                    to[at.byte] |= uint8_t(row[k] << at.shift);
-                }
-            }
+            std::memset(packed + panel * size, 0, size_t(size));
+            for (int64_t lane = 0; lane < std::min<int64_t>(kPanel, rows - panel * kPanel); lane++)
+                pack_row(packed + panel * size, codes + (panel * kPanel + lane) * columns, lane, bits, columns);
         }
     });
 }
 
-// ---- decoding
-
-#if defined(__AVX512F__)
-struct Table {
-    __m512 values;
-    explicit Table(const float *from) : values(_mm512_loadu_ps(from)) {}
-    // The lowest four bits of each index count.
-    Vec operator[](UintVec index) const { return (Vec)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)index, values); }
-};
-#elif defined(__AVX2__)
-struct Table {
-    __m256 low, high;
-    explicit Table(const float *from) : low(_mm256_loadu_ps(from)), high(_mm256_loadu_ps(from + 8)) {}
-    Vec operator[](UintVec index) const {
-        __m256 below = _mm256_permutevar8x32_ps(low, (__m256i)index);
-        __m256 above = _mm256_permutevar8x32_ps(high, (__m256i)index);
-        return (Vec)_mm256_blendv_ps(below, above, (__m256)(index << 28));
-    }
-};
-#else
-struct Table {
-    const float *values;
-    explicit Table(const float *from) : values(from) {}
-    Vec operator[](UintVec index) const {
-        Vec out;
-        for (int lane = 0; lane < kLanes; lane++) out[lane] = values[index[lane] & 15];
-        return out;
-    }
-};
-#endif
-
-const uint8_t *place_of(const CodedMatrix &matrix, int64_t panel, int64_t column) {
-    return matrix.codes + panel * panel_bytes(matrix.columns, matrix.bits) +
-           column / unit_columns(matrix.bits) * unit_bytes(matrix.bits);
-}
-
-// Ahead of what is read: about what memory delivers while a request for it is under way.
-constexpr int64_t kAhead = 1024;
-
-void decode_nibbles(float *to, const uint8_t *codes, int64_t units, const float *values) {
-    Table table(values);
-    for (int64_t unit = 0; unit < units; unit++, codes += 64, to += 8 * kPanel) {
-        __builtin_prefetch(codes + kAhead);
-        for (int v = 0; v < kVectors; v++) {
-            UintVec words;
-            std::memcpy(&words, codes + v * kLanes * 4, sizeof words);
-            for (int pair = 0; pair < 4; pair++) {
-                store(to + pair * 2 * kPanel + v * kLanes, table[words >> (4 * pair)]);
-                store(to + (pair * 2 + 1) * kPanel + v * kLanes, table[words >> (16 + 4 * pair)]);
-            }
-        }
-    }
-}
-
-void widen_pair(const uint8_t *codes, Vec &even, Vec &odd) {
-    HalfVec pairs;
-    std::memcpy(&pairs, codes, sizeof pairs);
-    UintVec words = __builtin_convertvector(pairs, UintVec);
-    even = __builtin_convertvector((IntVec)(words << 24) >> 24, Vec);
-    odd = __builtin_convertvector((IntVec)(words << 16) >> 24, Vec);
-}
-
-// Integers.
-void decode_bytes(float *to, const uint8_t *codes, int64_t units) {
-    for (int64_t unit = 0; unit < units; unit++, codes += 32, to += 2 * kPanel) {
-        __builtin_prefetch(codes + kAhead);
-        for (int v = 0; v < kVectors; v++) {
-            Vec even, odd;
-            widen_pair(codes + v * kLanes * 2, even, odd);
-            store(to + v * kLanes, even);
-            store(to + kPanel + v * kLanes, odd);
-        }
-    }
-}
-
-// Any table of 256.
-void decode_bytes(float *to, const uint8_t *codes, int64_t units, const float *values) {
-    for (int64_t unit = 0; unit < units; unit++, codes += 32, to += 2 * kPanel) {
-        __builtin_prefetch(codes + kAhead);
-        for (int v = 0; v < kVectors; v++) {
-            HalfVec pairs;
-            std::memcpy(&pairs, codes + v * kLanes * 2, sizeof pairs);
-            UintVec words = __builtin_convertvector(pairs, UintVec);
-            store(to + v * kLanes, gather(values, words & 0xffu));
-            store(to + kPanel + v * kLanes, gather(values, words >> 8));
-        }
-    }
-}
-
-// What the codes of a matrix stand for, without their scales.
-template <typename W> struct Numbers {
-    const CodedMatrix &matrix;
-
-    explicit Numbers(const CodedMatrix &of) : matrix(of) {}
-
-    // `units` of a panel from column `start` on: [columns][16], or for bfloat16 [columns / 2][16][2].
-    void read(W *to, int64_t panel, int64_t start, int64_t units) const {
-        const uint8_t *codes = place_of(matrix, panel, start);
-        if (matrix.bits == 4)
-            decode_nibbles(to, codes, units, matrix.table);
-        else if (matrix.table)
-            decode_bytes(to, codes, units, matrix.table);
-        else
-            decode_bytes(to, codes, units);
-    }
-};
-
-#if defined(__AVX512BF16__)
-// Integers of eight bits are bfloat16 values.
-void decode_bytes(bf16 *to, const uint8_t *codes, int64_t units) {
-    for (int64_t unit = 0; unit < units; unit++, codes += 32, to += 2 * kPanel) {
-        __builtin_prefetch(codes + kAhead);
-        Vec even, odd;
-        widen_pair(codes, even, odd);
-        UintVec both = ((UintVec)even >> 16) | (UintVec)odd;
-        std::memcpy(to, &both, sizeof both);
-    }
-}
-
-template <> struct Numbers<bf16> {
-    const CodedMatrix &matrix;
-
-    explicit Numbers(const CodedMatrix &of) : matrix(of) {
-        if (!matrix.table) return;
-        for (int index = 0; index < 256; index++) {
-            // Twice the same 16, since an index has five bits, of which the highest belongs to the next column.
-            uint16_t bits = narrow<bf16>(matrix.table[matrix.bits == 4 ? index % 16 : index]).bits;
-            if (index < 32) words_[index] = bits;
-            low_[index] = uint8_t(bits), high_[index] = uint8_t(bits >> 8);
-        }
-    }
-
-    void read(bf16 *to, int64_t panel, int64_t start, int64_t units) const {
-        const uint8_t *codes = place_of(matrix, panel, start);
-        if (matrix.bits == 4)
-            read_nibbles(to, codes, units);
-        else if (matrix.table)
-            read_bytes(to, codes, units);
-        else
-            decode_bytes(to, codes, units);
-    }
-
-  private:
-    void read_nibbles(bf16 *to, const uint8_t *codes, int64_t units) const {
-        __m512i table = _mm512_load_si512(words_);
-        for (int64_t unit = 0; unit < units; unit++, codes += 64, to += 8 * kPanel) {
-            __builtin_prefetch(codes + kAhead);
-            __m512i words = _mm512_loadu_si512(codes);
-            _mm512_storeu_si512(to, _mm512_permutexvar_epi16(words, table));
-            _mm512_storeu_si512(to + 2 * kPanel, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table));
-            _mm512_storeu_si512(to + 4 * kPanel, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table));
-            _mm512_storeu_si512(to + 6 * kPanel, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table));
-        }
-    }
-
-    // Two units at a time: the low bytes of 64 numbers, the high bytes, and both side by side.
-    void read_bytes(bf16 *to, const uint8_t *codes, int64_t units) const {
-        __m512i low[4], high[4];
-        for (int part = 0; part < 4; part++) {
-            low[part] = _mm512_load_si512(low_ + part * 64);
-            high[part] = _mm512_load_si512(high_ + part * 64);
-        }
-        // Interleaving takes eight bytes of each 16: the first four times eight are to be the first unit.
-        __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
-        for (int64_t unit = 0; unit < units; unit += 2, codes += 64, to += 4 * kPanel) {
-            __builtin_prefetch(codes + kAhead);
-            bool two = unit + 1 < units;
-            __m512i loaded = _mm512_maskz_loadu_epi64(two ? 0xff : 0x0f, codes);
-            // The form without a mask makes GCC 12 warn of its own headers.
-            __m512i index = _mm512_maskz_permutexvar_epi64(0xff, order, loaded);
-            __mmask64 upper = _mm512_movepi8_mask(index);
-            auto chosen = [&](const __m512i *table) {
-                return _mm512_mask_blend_epi8(upper, _mm512_permutex2var_epi8(table[0], index, table[1]),
-                                              _mm512_permutex2var_epi8(table[2], index, table[3]));
-            };
-            __m512i lower_bytes = chosen(low), upper_bytes = chosen(high);
-            _mm512_storeu_si512(to, _mm512_unpacklo_epi8(lower_bytes, upper_bytes));
-            if (two) _mm512_storeu_si512(to + 2 * kPanel, _mm512_unpackhi_epi8(lower_bytes, upper_bytes));
-        }
-    }
-
-    alignas(64) uint16_t words_[32];
-    alignas(64) uint8_t low_[256], high_[256];
-};
-#endif
-
-// Numbers under 2^-14 are slow to make but by the instruction.
-Vec widen_half(const void *from) {
-    HalfVec halves;
-    std::memcpy(&halves, from, sizeof halves);
-#if defined(__AVX512F__)
-    return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)halves);
-#elif defined(__F16C__)
-    return (Vec)_mm256_cvtph_ps((__m128i)halves);
-#else
-    UintVec bits = __builtin_convertvector(halves, UintVec);
-    // The exponent's bias grows from 15 to 127; subnormals become normal by the way.
-    Vec magnitude = (Vec)((bits & 0x7fffu) << 13) * 0x1p112f;
-    return (Vec)((UintVec)magnitude | (bits & 0x8000u) << 16);
-#endif
-}
-
-// Rows of W, one to a lane, which are those of a panel from lane v * kLanes on; beyond the last its last.
-IntVec rows_of(int64_t panel, int64_t rows, int v) {
-    IntVec out;
-    for (int lane = 0; lane < kLanes; lane++)
-        out[lane] = int32_t(std::min(panel * kPanel + v * kLanes + lane, rows - 1));
-    return out;
-}
-
-Vec coded_value_at(const Values &values, int64_t at, int64_t panel, int64_t group, int64_t groups, int64_t rows, int v) {
-    typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-    Bytes codes;
-    std::memcpy(&codes, (const uint8_t *)values.data + at, sizeof codes);
-    Vec numbers = gather(values.table, __builtin_convertvector(codes, UintVec));
-    if (values.block_size > rows * groups + values.skip) return apart(numbers * values.factors[0]) + values.offset;
-    IntVec row = rows_of(panel, rows, v);
-    bool is_power = (values.block_size & (values.block_size - 1)) == 0;
-    Vec factors;
-    if (is_power && rows * groups + values.skip < (int64_t(1) << 31)) {
-        UintVec place = (UintVec)(row * int32_t(groups) + int32_t(group + values.skip));
-        factors = gather(values.factors, place >> uint32_t(__builtin_ctzll(uint64_t(values.block_size))));
-    } else {
-        for (int lane = 0; lane < kLanes; lane++)
-            factors[lane] = values.factors[(int64_t(row[lane]) * groups + group + values.skip) / values.block_size];
-    }
-    return apart(numbers * factors) + values.offset;
-}
-
-// Of one group, the rows of a panel from lane v * kLanes on.
-Vec value_at(const Values &values, int64_t panel, int64_t group, int64_t groups, int64_t rows, int v) {
-    int64_t at = (panel * groups + group) * kPanel + v * kLanes;
-    switch (values.type) {
-        case 0: return load((const float *)values.data + at);
-        case 1: return widen_half((const uint16_t *)values.data + at);
-        case 2: return load((const bf16 *)values.data + at);
-        case 3: return coded_value_at(values, at, panel, group, groups, rows, v);
-    }
-    IntVec row = rows_of(panel, rows, v);
-    Vec out;
-    for (int lane = 0; lane < kLanes; lane++)
-        out[lane] = ((const float *)values.data)[values.row_groups[row[lane]] * groups + group];
-    return out;
-}
-
-// ---- the product
+// ---- the product of few rows
 
 // Columns of one group that are summed before their scale is applied.
 struct Piece {
@@ -345,11 +78,6 @@ std::vector<Piece> cut(int64_t columns, int64_t group_size) {
     return pieces;
 }
 
-// Columns that a piece takes once decoded: tiles read 32 at a time.
-template <typename W> int64_t decoded_columns(const Piece &piece) {
-    return round_up(piece.columns, sizeof(W) == 2 ? kDepth : 8);
-}
-
 template <typename T> struct CodedProduct {
     using W = typename Work<T>::Type;
 
@@ -360,8 +88,10 @@ template <typename T> struct CodedProduct {
     std::vector<Piece> pieces;
     std::vector<float> x_sums;  // [rows][pieces], where the matrix has zeros or minima
     int64_t capacity;           // decoded columns of a panel that are held at once
+    int64_t depth;              // columns that are multiplied at once: a tile's, or half of it for groups of as many
 
-    int64_t groups() const { return (matrix.columns + matrix.group_size - 1) / matrix.group_size; }
+    // Columns that a piece takes once decoded.
+    int64_t decoded(const Piece &piece) const { return round_up(piece.columns, depth); }
     bool shifted() const { return matrix.zero || matrix.minimum.data; }
 };
 
@@ -387,8 +117,8 @@ template <typename T> class Decoded {
             first_ = done;
             int64_t held = 0;
             while (done < product_.pieces.size() &&
-                   held + decoded_columns<W>(product_.pieces[done]) <= product_.capacity)
-                held += decoded_columns<W>(product_.pieces[done++]);
+                   held + product_.decoded(product_.pieces[done]) <= product_.capacity)
+                held += product_.decoded(product_.pieces[done++]);
             last_ = done;
             decode();
             multiply_rows(row_stop);
@@ -413,7 +143,7 @@ template <typename T> class Decoded {
                 const Piece &piece = product_.pieces[index];
                 decode_piece(to, p, piece);
                 decode_values(p, index);
-                to += decoded_columns<W>(piece) * kPanel;
+                to += product_.decoded(piece) * kPanel;
             }
         }
     }
@@ -421,27 +151,16 @@ template <typename T> class Decoded {
     void decode_piece(W *to, int64_t p, const Piece &piece) {
         int64_t unit = unit_columns(product_.matrix.bits), units = (piece.columns + unit - 1) / unit;
         numbers_.read(to, panel_ + p, piece.start, units);
-        int64_t missing = decoded_columns<W>(piece) - units * unit;
+        int64_t missing = product_.decoded(piece) - units * unit;
         std::memset(to + units * unit * kPanel, 0, size_t(missing * kPanel) * sizeof(W));
     }
 
     void decode_values(int64_t p, size_t index) {
-        const CodedMatrix &matrix = product_.matrix;
-        int64_t group = product_.pieces[index].group, groups = product_.groups();
         for (int v = 0; v < kVectors; v++) {
-            Vec scale = value_at(matrix.scale, panel_ + p, group, groups, matrix.rows, v) * matrix.factor;
+            GroupNumbers numbers = group_numbers(product_.matrix, panel_ + p, product_.pieces[index].group, v);
             int64_t at = value_index(p, index) + v * kLanes;
-            store(scales_.data() + at, scale);
-            if (!product_.shifted()) continue;
-            Vec shift = splat(0.0f);
-            if (matrix.zero) {
-                const int8_t *zero = matrix.zero + ((panel_ + p) * groups + group) * kPanel + v * kLanes;
-                for (int lane = 0; lane < kLanes; lane++) shift[lane] = -float(zero[lane]);
-                shift = shift * scale;
-            }
-            if (matrix.minimum.data)
-                shift += value_at(matrix.minimum, panel_ + p, group, groups, matrix.rows, v);
-            store(shifts_.data() + at, shift);
+            store(scales_.data() + at, numbers.scale);
+            if (product_.shifted()) store(shifts_.data() + at, numbers.shift);
         }
     }
 
@@ -471,7 +190,7 @@ template <typename T> class Decoded {
             for (int q = 0; q < P; q++)
                 for (int r = 0; r < R; r++)
                     for (int v = 0; v < kVectors; v++) add(row + r, p + q, index, v, sums[q][r][v]);
-            decoded += decoded_columns<W>(piece) * kPanel;
+            decoded += product_.decoded(piece) * kPanel;
         }
     }
 
@@ -504,31 +223,57 @@ template <typename T> class Decoded {
     }
 
     // Up to 32 rows by up to two panels.
-    void multiply_in_tiles(int64_t row, int upper, int lower, int64_t p) {
+    void multiply_square(int64_t row, int upper, int lower, int64_t p) {
         bool two = p + 1 < count_;
         const W *first = panel(p), *second = panel(p + 1);
-        int64_t bytes = product_.x_stride * 2;
+        int64_t bytes = product_.x_stride * 2, depth = product_.depth;
         alignas(64) float sums[4][16 * kPanel];
         for (size_t index = first_; index < last_; index++) {
             const Piece &piece = product_.pieces[index];
             const W *top = product_.x + row * product_.x_stride + piece.start, *bottom = top + 16 * product_.x_stride;
-            sum_tiles(top, bottom, bytes, first, second, piece.columns, two, lower > 0);
+            zero_tiles(lower > 0);
+            for (int64_t k = 0; k < piece.columns; k += depth)
+                add_tile_products(top + k, bottom + k, bytes, first + k * kPanel, second + k * kPanel, two, lower > 0);
             _tile_stored(0, sums[0], 64);
+            if (two) _tile_stored(1, sums[1], 64);
+            if (lower) _tile_stored(2, sums[2], 64);
+            if (lower && two) _tile_stored(3, sums[3], 64);
             add_tile(sums[0], row, upper, p, index);
-            if (two) {
-                _tile_stored(1, sums[1], 64);
-                add_tile(sums[1], row, upper, p + 1, index);
+            if (two) add_tile(sums[1], row, upper, p + 1, index);
+            if (lower) add_tile(sums[2], row + 16, lower, p, index);
+            if (lower && two) add_tile(sums[3], row + 16, lower, p + 1, index);
+            first += product_.decoded(piece) * kPanel;
+            second += product_.decoded(piece) * kPanel;
+        }
+    }
+
+    // Up to 16 rows by four panels, so that one sum's latency hides another's.
+    void multiply_wide(int64_t row, int height) {
+        int64_t bytes = product_.x_stride * 2, size = product_.capacity * kPanel;
+        const W *decoded = panel(0);
+        alignas(64) float sums[kTogether][16 * kPanel];
+        for (size_t index = first_; index < last_; index++) {
+            const Piece &piece = product_.pieces[index];
+            const W *x = product_.x + row * product_.x_stride + piece.start;
+            zero_tiles(true);
+            for (int64_t k = 0; k < piece.columns; k += product_.depth) {
+                const W *from = decoded + k * kPanel;
+                _tile_loadd(4, x + k, bytes);
+                _tile_loadd(5, from, 64);
+                _tile_dpbf16ps(0, 4, 5);
+                _tile_loadd(6, from + size, 64);
+                _tile_dpbf16ps(1, 4, 6);
+                _tile_loadd(7, from + 2 * size, 64);
+                _tile_dpbf16ps(2, 4, 7);
+                _tile_loadd(5, from + 3 * size, 64);
+                _tile_dpbf16ps(3, 4, 5);
             }
-            if (lower) {
-                _tile_stored(2, sums[2], 64);
-                add_tile(sums[2], row + 16, lower, p, index);
-                if (two) {
-                    _tile_stored(3, sums[3], 64);
-                    add_tile(sums[3], row + 16, lower, p + 1, index);
-                }
-            }
-            first += decoded_columns<W>(piece) * kPanel;
-            second += decoded_columns<W>(piece) * kPanel;
+            _tile_stored(0, sums[0], 64);
+            _tile_stored(1, sums[1], 64);
+            _tile_stored(2, sums[2], 64);
+            _tile_stored(3, sums[3], 64);
+            for (int64_t p = 0; p < kTogether; p++) add_tile(sums[p], row, height, p, index);
+            decoded += product_.decoded(piece) * kPanel;
         }
     }
 
@@ -536,10 +281,21 @@ template <typename T> class Decoded {
         if constexpr (sizeof(W) == 2) {
             for (int64_t row = row_; row < row_stop; row += 32) {
                 int height = int(std::min<int64_t>(32, row_stop - row));
+                bool is_wide = height <= 16 && count_ == kTogether;
+                int shape = is_wide ? -height : height;
                 int upper = std::min(height, 16), lower = height - upper;
-                if (height != configured_) configure(upper, lower);
-                configured_ = height;
-                for (int64_t p = 0; p < count_; p += 2) multiply_in_tiles(row, upper, lower, p);
+                if (shape != configured_) {
+                    int depth = int(product_.depth), pairs = depth / 2;
+                    if (is_wide)
+                        configure({height, height, height, height, height, pairs, pairs, pairs}, depth, {4});
+                    else
+                        configure({upper, upper, lower, lower, upper, lower, pairs, pairs}, depth, {4, 5});
+                }
+                configured_ = shape;
+                if (is_wide)
+                    multiply_wide(row, height);
+                else
+                    for (int64_t p = 0; p < count_; p += 2) multiply_square(row, upper, lower, p);
             }
         } else {
             multiply_in_vectors(row_stop);
@@ -548,11 +304,11 @@ template <typename T> class Decoded {
 
   public:
     ~Decoded() {
-        if (configured_ >= 0) _tile_release();
+        if (configured_) _tile_release();
     }
 
   private:
-    int configured_ = -1;
+    int configured_ = 0;
 #else
     void multiply_rows(int64_t row_stop) { multiply_in_vectors(row_stop); }
 #endif
@@ -576,32 +332,37 @@ template <typename T> class Decoded {
     size_t first_ = 0, last_ = 0;
 };
 
+template <typename T> std::vector<float> sums_of_pieces(const CodedProduct<T> &product) {
+    std::vector<float> sums;
+    sums.reserve(size_t(product.rows) * product.pieces.size());
+    for (int64_t row = 0; row < product.rows; row++)
+        for (const Piece &piece : product.pieces) {
+            const auto *x = product.x + row * product.x_stride + piece.start;
+            Vec total{};
+            for (int64_t k = 0; k < piece.columns; k += kLanes)
+                total += load_some(x + k, int(std::min<int64_t>(kLanes, piece.columns - k)));
+            sums.push_back(sum(total));
+        }
+    return sums;
+}
+
 template <typename T>
-void coded_linear(const CodedMatrix &matrix, T *out, const T *x, const T *bias, int64_t rows, int64_t x_stride,
-                  int64_t out_stride, int threads) {
+void multiply_pieces(const CodedMatrix &matrix, T *out, const T *x, const T *bias, int64_t rows, int64_t x_stride,
+                     int64_t out_stride, int threads) {
     using W = typename Work<T>::Type;
-    CodedProduct<T> product{
-        matrix, {out, bias, matrix.rows, out_stride}, nullptr, x_stride, rows, cut(matrix.columns, matrix.group_size), {}, 0};
+    int64_t tile = matrix.group_size == kDepth / 2 ? kDepth / 2 : kDepth;
+    CodedProduct<T> product{matrix, {out, bias, matrix.rows, out_stride}, nullptr, x_stride, rows,
+                            cut(matrix.columns, matrix.group_size), {}, 0, sizeof(W) == 2 ? tile : 8};
     // What is read of a row of x, and how much is decoded of a panel.
     int64_t depth = matrix.columns, whole = 0;
     for (const Piece &piece : product.pieces) {
-        if (sizeof(W) == 2) depth = std::max(depth, piece.start + decoded_columns<W>(piece));
-        whole += decoded_columns<W>(piece);
+        if (sizeof(W) == 2) depth = std::max(depth, piece.start + product.decoded(piece));
+        whole += product.decoded(piece);
     }
     std::vector<W> scratch;
     product.x = readable(scratch, x, rows, matrix.columns, depth, product.x_stride);
-    if (product.shifted()) {
-        size_t count = product.pieces.size();
-        product.x_sums.resize(size_t(rows) * count);
-        for (int64_t row = 0; row < rows; row++)
-            for (size_t index = 0; index < count; index++) {
-                const Piece &piece = product.pieces[index];
-                float sum = 0.0f;
-                for (int64_t k = 0; k < piece.columns; k++)
-                    sum += widen(product.x[row * product.x_stride + piece.start + k]);
-                product.x_sums[size_t(row) * count + index] = sum;
-            }
-    }
+    if (product.shifted()) product.x_sums = sums_of_pieces(product);
+    // Few rows pass but once over what is decoded: it stays in the first-level cache.
     int64_t held = rows <= kFewRows ? kPieceColumns : kManyBytes / int64_t(kTogether * kPanel * sizeof(W));
     product.capacity = std::min(whole, held);
     int64_t panels = (matrix.rows + kPanel - 1) / kPanel;
@@ -615,7 +376,7 @@ void coded_linear(const CodedMatrix &matrix, T *out, const T *x, const T *bias, 
              });
 }
 
-// ---- the product with W in place of its transpose
+// ---- columns
 
 // Columns of W as they are stored, but for their order.
 struct CodedColumns {
@@ -683,6 +444,97 @@ struct CodedColumns {
         for (int64_t k = start; k < stop; k++) store(to + k * kPanel, load(to + k * kPanel) + minimum);
     }
 };
+
+// ---- the product of many rows
+
+// A panel, scales and all, as linear.cpp packs a dense one. depth: its columns, the last of them zeros or nothing that x
+// has anything but zeros for.
+inline void decode_whole(float *to, const CodedColumns &source, int64_t panel, int64_t depth) {
+    source.read(panel, 0, depth, to);
+}
+
+#if defined(__AVX512BF16__)
+// Two columns, side by side.
+inline void store_pair(bf16 *to, Vec even, Vec odd) {
+    alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    __m512i apart = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+    _mm512_storeu_si512(to, _mm512_maskz_permutexvar_epi16(~__mmask32(0), _mm512_load_si512(kOrder), apart));
+}
+
+// Of one group.
+inline void decode_nibbles(bf16 *to, const uint8_t *codes, int64_t units, const Table &table, GroupNumbers numbers) {
+    for (int64_t unit = 0; unit < units; unit++, codes += 64, to += 8 * kPanel) {
+        __builtin_prefetch(codes + kAhead);
+        UintVec words;
+        std::memcpy(&words, codes, sizeof words);
+        for (int pair = 0; pair < 4; pair++)
+            store_pair(to + pair * 2 * kPanel, table[words >> (4 * pair)] * numbers.scale + numbers.shift,
+                       table[words >> (16 + 4 * pair)] * numbers.scale + numbers.shift);
+    }
+}
+
+// What is there already becomes what it is times its scale.
+inline void scale_pairs(bf16 *panel, int64_t columns, GroupNumbers numbers) {
+    for (int64_t k = 0; k < columns; k += 2, panel += 2 * kPanel) {
+        UintVec pair;
+        std::memcpy(&pair, panel, sizeof pair);
+        Vec even = (Vec)(pair << 16), odd = (Vec)(pair & 0xffff0000u);
+        store_pair(panel, even * numbers.scale + numbers.shift, odd * numbers.scale + numbers.shift);
+    }
+}
+
+void decode_whole(bf16 *to, const Numbers<bf16> &source, int64_t panel, int64_t depth) {
+    const CodedMatrix &matrix = source.matrix;
+    int64_t unit = unit_columns(matrix.bits), k = 0;
+    for (int64_t group = 0; k < matrix.columns; group++) {
+        int64_t units = (std::min(matrix.group_size, matrix.columns - k) + unit - 1) / unit;
+        GroupNumbers numbers = group_numbers(matrix, panel, group, 0);
+        if (matrix.bits == 4) {
+            decode_nibbles(to + k * kPanel, place_of(matrix, panel, k), units, Table(matrix.table), numbers);
+        } else {
+            source.read(to + k * kPanel, panel, k, units);
+            scale_pairs(to + k * kPanel, units * unit, numbers);
+        }
+        k += units * unit;
+    }
+    if (k < depth) std::memset(to + k * kPanel, 0, size_t((depth - k) * kPanel) * sizeof(bf16));
+}
+#endif
+
+template <typename T>
+void multiply_whole(const CodedMatrix &matrix, T *out, const T *x, const T *bias, int64_t rows, int64_t x_stride,
+                    int64_t out_stride, int threads) {
+    using W = typename Work<T>::Type;
+    using Source = std::conditional_t<sizeof(W) == 2, Numbers<W>, CodedColumns>;
+    Source source(matrix);
+    int64_t depth = sizeof(W) == 2 ? round_up(matrix.columns, kDepth) : matrix.columns;
+    std::vector<W> scratch;
+    const W *readable_x = readable(scratch, x, rows, matrix.columns, depth, x_stride);
+    int64_t panels = (matrix.rows + kPanel - 1) / kPanel, size = depth * kPanel;
+    int64_t together = std::clamp<int64_t>(kManyBytes / (size * int64_t(sizeof(W))), 2, kTogether);
+    parallel((panels + together - 1) / together, threads_for(rows * matrix.rows * matrix.columns, threads),
+             [&](int64_t start, int64_t stop) {
+        // Codes are read by whole units.
+        Lines<W> decoded(size_t(together * size + 8 * kPanel));
+        for (int64_t first = start * together; first < std::min(panels, stop * together); first += together) {
+            int64_t count = std::min(together, panels - first), column = first * kPanel;
+            for (int64_t p = 0; p < count; p++) decode_whole(decoded.data() + p * size, source, first + p, depth);
+            Output<T> output{out + column, bias ? bias + column : nullptr, matrix.rows - column, out_stride};
+            Product<W, Output<T>> product{output, decoded.data(), rows, std::min(count * kPanel, output.columns), depth};
+            multiply(product, readable_x, x_stride, 1);
+        }
+    });
+}
+
+template <typename T>
+void coded_linear(const CodedMatrix &matrix, T *out, const T *x, const T *bias, int64_t rows, int64_t x_stride,
+                  int64_t out_stride, int threads) {
+    if (matrix.group_size > kSmallGroup && (rows <= kFewRows || matrix.by_row))
+        multiply_pieces(matrix, out, x, bias, rows, x_stride, out_stride, threads);
+    else
+        multiply_whole(matrix, out, x, bias, rows, x_stride, out_stride, threads);
+}
 
 // ---- rows
 

@@ -1,6 +1,8 @@
 // What products with packed matrices have in common: panels of 16 rows of W, and the instructions that multiply them.
 #pragma once
 
+#include <array>
+#include <initializer_list>
 #include <type_traits>
 #include <vector>
 
@@ -107,15 +109,21 @@ struct TileConfig {
     uint8_t rows[16] = {};
 };
 
+// rows: of each tile. depth: columns of x that a tile holds, twice as many as a panel's has rows. of_x: tiles that hold x.
+inline void configure(const std::array<int, 8> &rows, int depth, std::initializer_list<int> of_x) {
+    TileConfig config;
+    for (int index = 0; index < 8; index++) {
+        config.column_bytes[index] = rows[size_t(index)] ? 64 : 0;
+        config.rows[index] = uint8_t(rows[size_t(index)]);
+    }
+    for (int index : of_x)
+        if (rows[size_t(index)]) config.column_bytes[index] = uint16_t(depth * 2);
+    _tile_loadconfig(&config);
+}
+
 // Tiles 0-3 hold sums: two of rows by two panels. 4 and 5 hold x, 6 and 7 the panels.
 inline void configure(int upper, int lower) {
-    TileConfig config;
-    const int rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
-    for (int index = 0; index < 8; index++) {
-        config.column_bytes[index] = rows[index] ? 64 : 0;
-        config.rows[index] = uint8_t(rows[index]);
-    }
-    _tile_loadconfig(&config);
+    configure({upper, upper, lower, lower, upper, lower, kPanel, kPanel}, kDepth, {4, 5});
 }
 #endif
 
@@ -153,24 +161,29 @@ inline void zero_tiles(bool lower) {
     }
 }
 
-// Tiles 0 to 3 += rows of x by panels: `top` and, if `lower`, `bottom` by `first` and, if `two`, `second`. `columns` of
-// them, a multiple of kDepth; `bytes` from one row of x to the next. Tiles 4 to 7 are used.
+// Tiles 0 to 3 += rows of x by panels: `top` and, if `lower`, `bottom` by `first` and, if `two`, `second`, as many columns
+// as a tile holds. `bytes` from one row of x to the next. Tiles 4 to 7 are used.
+inline void add_tile_products(const bf16 *top, const bf16 *bottom, int64_t bytes, const bf16 *first, const bf16 *second,
+                              bool two, bool lower) {
+    _tile_loadd(6, first, 64);
+    _tile_loadd(4, top, bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    if (two) {
+        _tile_loadd(7, second, 64);
+        _tile_dpbf16ps(1, 4, 7);
+    }
+    if (lower) {
+        _tile_loadd(5, bottom, bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        if (two) _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+// The same for all of `columns`, a multiple of kDepth.
 inline void add_tiles(const bf16 *top, const bf16 *bottom, int64_t bytes, const bf16 *first, const bf16 *second,
                       int64_t columns, bool two, bool lower) {
-    for (int64_t k = 0; k < columns; k += kDepth) {
-        _tile_loadd(6, first + k * kPanel, 64);
-        _tile_loadd(4, top + k, bytes);
-        _tile_dpbf16ps(0, 4, 6);
-        if (two) {
-            _tile_loadd(7, second + k * kPanel, 64);
-            _tile_dpbf16ps(1, 4, 7);
-        }
-        if (lower) {
-            _tile_loadd(5, bottom + k, bytes);
-            _tile_dpbf16ps(2, 5, 6);
-            if (two) _tile_dpbf16ps(3, 5, 7);
-        }
-    }
+    for (int64_t k = 0; k < columns; k += kDepth)
+        add_tile_products(top + k, bottom + k, bytes, first + k * kPanel, second + k * kPanel, two, lower);
 }
 
 // The same from zero.

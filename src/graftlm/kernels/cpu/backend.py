@@ -20,7 +20,8 @@ from graftlm.kernels.kernel_set import Kernels
 
 
 def cpu_kernels(library: Library, rest: Kernels, *, deterministic: bool = False) -> Kernels:
-    """All functions but attention give a row the same bits in any batch; it does so on request, at a price for prompts.
+    """Most functions give a row the same bits in any batch; attention, LoRA and products with codes do on request, at a
+    price for prompts.
 
     rest: does what the library has no function for, or does not take.
     """
@@ -33,7 +34,9 @@ def cpu_kernels(library: Library, rest: Kernels, *, deterministic: bool = False)
         return PackedMatrix(library, matrix) if takes(matrix) and matrix.is_contiguous() else None
 
     def pack_codes(codes: GroupedCodes, dtype: torch.dtype) -> CodedMatrix | None:
-        return CodedMatrix(library, codes, dtype) if dtype in DTYPE_CODES and takes_codes(codes) else None
+        if dtype not in DTYPE_CODES or not takes_codes(codes):
+            return None
+        return CodedMatrix(library, codes, dtype, by_row=deterministic)
 
     return replace(
         rest,

@@ -43,6 +43,7 @@ class _Matrix(ctypes.Structure):
         ("minimum", _Values),
         ("factor", ctypes.c_float),
         ("bits", ctypes.c_int32),
+        ("by_row", ctypes.c_int32),
     ]
 
 
@@ -65,12 +66,13 @@ def takes_codes(codes: GroupedCodes) -> bool:
 class CodedMatrix:
     """A matrix [out, in] of four-bit or eight-bit codes, packed in panels of 16 rows (`csrc/coded_linear.cpp`).
 
-    Every element of a product is summed in one order: a row's result does not depend on the other rows, nor on the
-    number of threads.
+    With few rows scales are applied to sums over their groups; with many, or small groups, to what is summed. A row's
+    result does not depend on the other rows but for that, nor on the number of threads.
     """
 
-    def __init__(self, library: Library, codes: GroupedCodes, dtype: torch.dtype) -> None:
-        """codes: such as `takes_codes` agrees to; its codes and values are not kept. dtype: of inputs and results."""
+    def __init__(self, library: Library, codes: GroupedCodes, dtype: torch.dtype, *, by_row: bool) -> None:
+        """codes: such as `takes_codes` agrees to; its codes and values are not kept. dtype: of inputs and results.
+        by_row: a row's result must not depend on how many there are either."""
         rows, columns = codes.codes.shape
         self.shape = (rows, columns)
         self.dtype = dtype
@@ -99,6 +101,7 @@ class CodedMatrix:
             minimum=_Values() if self._minimum is None else _values_structure(self._minimum),
             factor=codes.factor,
             bits=codes.bits,
+            by_row=by_row,
         )
 
     @property
@@ -110,7 +113,7 @@ class CodedMatrix:
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x @ W.T + bias, summed in float32 and rounded once. x: [T, in], bias: [out], in the matrix's dtype.
 
-        For bfloat16 what the codes stand for is rounded to bfloat16, where `rows` rounds it times its scale.
+        In bfloat16 what is summed is rounded to it: what the codes stand for, or that times its scale as in `rows`.
         """
         if self._order is not None:
             x = x.index_select(1, self._order)

@@ -147,7 +147,7 @@ class EngineClosed(GraftError, RuntimeError):
 
 
 class DrainFailed(GraftError, RuntimeError):
-    """A worker's layers cannot go anywhere else; it has kept them."""
+    """A worker's layers, or a replica, cannot go anywhere else; it has stayed."""
 
 
 class StepFailed(GraftError, RuntimeError):

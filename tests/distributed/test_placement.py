@@ -164,7 +164,7 @@ def test_a_node_that_joins_takes_what_is_drained(base: Path, chosen: Mapping[str
 def test_what_cannot_be_drained_is_refused_and_stays(base: Path, local: LLM) -> None:
     pipeline = open_pipeline(base, {}, machines=TWO[:1])
     with pytest.raises(
-        ObjectNotFound, match=r"no worker and no node .*got: worker-9; allowed: worker-1, worker-2, one-"
+        ObjectNotFound, match=r"no worker and no node has .*got: worker-9; allowed: worker-1, worker-2, one-"
     ):
         pipeline.llm.drain("worker-9")
     with pytest.raises(ObjectNotFound):

@@ -243,6 +243,30 @@ def test_replicas_are_seen(server: LiveServer, engine: AsyncLLM) -> None:
     assert " running " in shown.stdout
 
 
+def test_a_replica_is_drained_under_traffic(server: LiveServer, engine: AsyncLLM, traffic: Traffic) -> None:
+    victim = next(worker for worker in replicas(engine) if worker.id == "replica-1")
+    process = psutil.Process(victim.pid)
+    lost, drained = engine.num_lost_workers, threading.Event()
+
+    def answer() -> None:
+        while not drained.is_set():
+            traffic.check(["plain", None] * 4)
+
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(answer)
+        try:
+            result = CliRunner().invoke(app, ["cluster", "drain", victim.id, "--url", server.url])
+        finally:
+            drained.set()
+        answered.result(DEADLINE_SECONDS)
+    assert re.fullmatch(r"replica-1: is now process \d+ on node \w{12}\n", result.stdout), result.stderr
+    assert psutil.wait_procs([process], timeout=DEADLINE_SECONDS)[1] == []
+    assert victim.pid not in {worker.pid for worker in replicas(engine)}
+    assert (engine.num_moves, engine.num_lost_workers) == (1, lost)
+    unknown = server.http.post("/v1/drain_worker", json={"worker": "replica-3"})
+    assert error_of(unknown, 404)["code"] == "not_found"
+
+
 def test_more_replicas_than_cores_are_refused(cluster: None, base: Path) -> None:
     with pytest.raises(ConfigurationError, match="too few cores"):
         LLM(base, replicas=2, worker_cpus=100)

@@ -92,6 +92,17 @@ def test_a_killed_worker_is_replaced_within_its_replica(llm: LLM, expected: list
     assert llm.num_lost_workers == 1
 
 
+def test_a_worker_within_a_replica_is_drained(llm: LLM, expected: list[tuple[int, ...]]) -> None:
+    answers(llm, NAMES)
+    victim = stages_of(llm, "replica-1")[0]
+    process = psutil.Process(victim.pid)
+    [moved] = llm.drain(victim.id)
+    assert (moved.worker, moved.layers) == (victim.id, victim.layers)
+    assert moved.to.startswith("replica-1/")
+    assert psutil.wait_procs([process], timeout=DEADLINE_SECONDS)[1] == []
+    assert tokens(answers(llm, NAMES)) == expected
+
+
 def test_a_killed_replica_takes_its_workers_along_and_none_of_its_requests(
     llm: LLM, expected: list[tuple[int, ...]]
 ) -> None:

@@ -109,16 +109,20 @@ def join(
 @cluster.command()
 def drain(
     worker: Annotated[
-        str, typer.Argument(metavar="WORKER", help="A worker's id, or a node's, as graft cluster status shows them.")
+        str,
+        typer.Argument(
+            metavar="WORKER", help="The id of a worker, a replica or a node, as graft cluster status shows them."
+        ),
     ],
     *,
     url: UrlOption = LOCAL,
     api_key: ApiKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Move a worker's layers to another process, or all of a node's to other nodes, while requests run.
+    """Move a worker's layers, or a replica, to another process, or all of a node's to other nodes, while requests run.
 
-    What had them ends. Nothing is placed on a node that was drained until the server is started anew.
+    What had them ends; a replica has half a minute for the requests it has begun. Nothing is placed on a node that was
+    drained until the server is started anew.
     """
     drained = fetch(url, api_key, "POST", "/v1/drain_worker", {"worker": worker})
     if as_json:
@@ -126,10 +130,11 @@ def drain(
         return
     for stage in drained["moved"]:
         start, stop = stage["layers"]
-        typer.echo(
-            f"layers {start}-{stop - 1}: from {stage['worker']} to {stage['to']}, process {stage['pid']} on node "
-            f"{stage['node'][:_SHOWN_OF_NODE]}"
-        )
+        place = f"process {stage['pid']} on node {stage['node'][:_SHOWN_OF_NODE]}"
+        if stage["worker"] == stage["to"]:
+            typer.echo(f"{stage['worker']}: is now {place}")
+        else:
+            typer.echo(f"layers {start}-{stop - 1}: from {stage['worker']} to {stage['to']}, {place}")
     if not drained["moved"]:
         typer.echo("nothing had to move any more")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graftlm.distributed.messages import StageDescription, StagePlan
@@ -43,30 +43,42 @@ class Replacement:
         )
 
 
-def chosen_stages(target: str, places: Mapping[int, tuple[str, StageDescription]]) -> DrainChoice:
+def chosen_stages(target: str, places: Mapping[int, tuple[str, StageDescription]], nodes: Iterable[str]) -> DrainChoice:
     """What a worker's id means, or one of its ranks', or a node's, which may be cut short.
 
     Args:
-        places: of each stage, by number: its worker's id, and where it is.
+        places: of each stage, by number: its worker's id, and where it is. nodes: where there could be others.
 
     Raises:
         ObjectNotFound
     """
-    nodes: dict[int, set[str]] = {}
+    nodes_of: dict[int, set[str]] = {}
     for index, (worker, description) in places.items():
         if target in {worker, *(f"{worker}.{rank}" for rank in range(1, len(description.others) + 1))}:
             return DrainChoice(stages=(index,), node=None)
-        nodes[index] = {place.node for place in (description, *description.others)}
-    known = sorted(set().union(*nodes.values()))
+        nodes_of[index] = {place.node for place in (description, *description.others)}
+    node = chosen_node(target, set(nodes).union(*nodes_of.values()), workers=[worker for worker, _ in places.values()])
+    return DrainChoice(stages=tuple(index for index, there in nodes_of.items() if node in there), node=node)
+
+
+def chosen_node(target: str, nodes: Iterable[str], *, workers: Sequence[str]) -> str:
+    """The node that a target which is no worker means.
+
+    Args:
+        workers: what else it could have been.
+
+    Raises:
+        ObjectNotFound
+    """
+    known = sorted(nodes)
     matches = [node for node in known if node == target or (len(target) >= SHORTEST_NODE and node.startswith(target))]
     if len(matches) != 1:
         raise ObjectNotFound(
-            "several nodes' ids begin so" if matches else "no worker and no node with layers has this id",
+            "several nodes' ids begin so" if matches else "no worker and no node has this id",
             got=target,
-            allowed=", ".join((*(worker for worker, _ in places.values()), *known)),
+            allowed=", ".join((*workers, *known)),
         )
-    [node] = matches
-    return DrainChoice(stages=tuple(index for index, there in nodes.items() if node in there), node=node)
+    return matches[0]
 
 
 def least_busy(nodes: Sequence[str], busy: Mapping[str, int], count: int) -> list[str]:

@@ -216,7 +216,9 @@ class PipelineExecutor:
             with self._lock:
                 members = dict(self._members)
             choice = chosen_stages(
-                target, {index: (member.worker.id, member.description) for index, member in members.items()}
+                target,
+                {index: (member.worker.id, member.description) for index, member in members.items()},
+                self._pool.nodes,
             )
             if choice.node is not None:
                 self._pool.vacate(choice.node)
@@ -320,6 +322,8 @@ class PipelineExecutor:
         Raises:
             DrainFailed: there is nowhere to go, or what is there fails.
         """
+        if not members:
+            return []
         nodes = least_busy(self._pool.nodes, self._busy(), len(members))
         if not nodes:
             raise DrainFailed("there is no other node that could take the layers", do="let one join the cluster first")

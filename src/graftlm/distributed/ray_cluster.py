@@ -49,6 +49,11 @@ class RayCluster:
             _connect(address, num_cpus=num_processes * cpus_each)
         _check_size(num_processes, cpus_each)
 
+    def nodes(self, *, min_cpus: int) -> list[str]:
+        """Those that are alive and have so many cores."""
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        return [node["NodeID"] for node in alive if node["Resources"].get("CPU", 0) >= min_cpus]
+
     def close(self) -> None:
         """End what was started here. May be called twice."""
         if self._is_ours:
@@ -127,6 +132,19 @@ class RayProcess:
                     self._process = psutil.Process(description.pid)
                 self._description = description
         return self._description
+
+    def retire(self, patience_seconds: float) -> None:
+        """Have it end by itself, with exit code 0; kill it if it does not in time.
+
+        Its actor has a method `leave` that ends it.
+        """
+        try:
+            ray.get(self._actor.leave.remote(), timeout=patience_seconds)
+        except GetTimeoutError:
+            self.kill()
+        except RayError:
+            # That it is gone is all the answer there is.
+            pass
 
     def kill(self) -> None:
         """End it, however it is. May be called twice.

@@ -6,7 +6,7 @@ Workers of a replica are actors that it starts itself: Ray ends them with it, ho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import ray
 import torch
@@ -18,7 +18,7 @@ from graftlm.distributed.ray_cluster import RayCall, RayCluster, RayProcess, act
 from graftlm.distributed.ray_spares import RaySpares
 from graftlm.distributed.replica import Replica
 from graftlm.distributed.replica_messages import ReplicaNews, ReplicaRequest
-from graftlm.engine.executor import WorkerInfo
+from graftlm.engine.executor import MovedStage, WorkerInfo
 
 
 class ReplicaActor:
@@ -45,6 +45,13 @@ class ReplicaActor:
     async def poll(self, forget: Sequence[str], prepare: Sequence[AdapterRecipe]) -> ReplicaNews:
         return await self._loaded().poll(forget=forget, prepare=prepare)
 
+    async def drain(self, target: str) -> tuple[MovedStage, ...]:
+        return await self._loaded().drain(target)
+
+    async def leave(self) -> None:
+        """End this process, with exit code 0, and its workers with it."""
+        ray.actor.exit_actor()
+
     def _loaded(self) -> Replica:
         if self._replica is None:
             raise RuntimeError("nothing was loaded")
@@ -70,6 +77,9 @@ class RayReplica(RayProcess):
     def poll(self, forget: Sequence[str], prepare: Sequence[AdapterRecipe]) -> RayCall[ReplicaNews]:
         return self._call("poll", tuple(forget), tuple(prepare))
 
+    def drain(self, target: str) -> RayCall[tuple[MovedStage, ...]]:
+        return self._call("drain", target)
+
 
 class RayReplicaPool:
     """Where replicas come from: the cluster of a config. Methods may be called from any thread.
@@ -90,9 +100,24 @@ class RayReplicaPool:
     def spares(self) -> tuple[WorkerInfo, ...]:
         return self._spares.infos
 
-    def start(self, replica_id: str) -> RayReplica:
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        fit = self._cluster.nodes(min_cpus=self._num_threads)
+        return tuple(node for node in fit if node not in self.vacated)
+
+    @property
+    def vacated(self) -> frozenset[str]:
+        return self._spares.vacated
+
+    def vacate(self, node: str) -> None:
+        self._spares.vacate(node)
+
+    def readmit(self, node: str) -> None:
+        self._spares.readmit(node)
+
+    def start(self, replica_id: str, busy: Mapping[str, int]) -> RayReplica:
         """A process that has loaded nothing: a spare, or a new one."""
-        return self._spares.take({}).named(replica_id)
+        return self._spares.take(busy).named(replica_id)
 
     def keep_spares(self, nodes: Iterable[str]) -> None:
         self._spares.keep(nodes)
@@ -104,5 +129,5 @@ class RayReplicaPool:
 
     def _spawn(self, node: str | None) -> RayReplica:
         self._num_spawned += 1
-        actor_class = ray.remote(ReplicaActor).options(**actor_options(self._num_cpus, node))
+        actor_class = ray.remote(ReplicaActor).options(**actor_options(self._num_cpus, node, avoid=self.vacated))
         return RayReplica(f"spare-{self._num_spawned}", actor_class.remote(self._num_threads), node=node)

@@ -8,7 +8,6 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayError
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from graftlm.config import EngineConfig
@@ -81,15 +80,6 @@ class RayWorker(RayProcess):
     def measure(self, probe: Probe) -> RayCall[WorkerMeasure]:
         return self._call("measure", probe)
 
-    def retire(self, patience_seconds: float) -> None:
-        try:
-            ray.get(self._actor.leave.remote(), timeout=patience_seconds)
-        except GetTimeoutError:
-            self.kill()
-        except RayError:
-            # That it is gone is all the answer there is.
-            pass
-
     def load(self, plan: StagePlan) -> RayCall[StageDescription]:
         return self._call("load", plan)
 
@@ -138,8 +128,7 @@ class RayPool:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        alive = [node for node in ray.nodes() if node["Alive"]]
-        fit = [node["NodeID"] for node in alive if node["Resources"].get("CPU", 0) >= self._num_threads]
+        fit = self._cluster.nodes(min_cpus=self._num_threads)
         return tuple(node for node in fit if node not in self._spares.vacated)
 
     def vacate(self, node: str) -> None:

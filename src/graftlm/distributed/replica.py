@@ -23,7 +23,7 @@ from graftlm.distributed.replica_messages import (
     ReplicaStatus,
 )
 from graftlm.engine.async_llm import AsyncLLM
-from graftlm.engine.executor import WorkerWork
+from graftlm.engine.executor import MovedStage, WorkerWork
 from graftlm.engine.request_stream import RequestStream
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.engine.tenant import Tenant
@@ -122,6 +122,14 @@ class Replica:
         self._news.clear()
         events, self._events = self._events, []
         return ReplicaNews(events=tuple(events), status=self._status())
+
+    async def drain(self, target: str) -> tuple[MovedStage, ...]:
+        """Have layers leave one of its workers, or a node. As `AsyncLLM.drain`."""
+        return await self._llm.drain(target)
+
+    async def close(self) -> None:
+        """End the engine, and what it still computes."""
+        await self._llm.shutdown()
 
     def _status(self) -> ReplicaStatus | None:
         now = time.monotonic()

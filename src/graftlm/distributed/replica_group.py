@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Protocol
@@ -19,8 +21,8 @@ from graftlm.distributed.messages import AdapterRecipe, StageDescription
 from graftlm.distributed.replica_messages import ReplicaEvent, ReplicaNews, ReplicaRequest, ReplicaStatus
 from graftlm.distributed.replica_residency import ReplicaResidency
 from graftlm.distributed.worker import Call, WorkerLost
-from graftlm.engine.executor import WorkerInfo
-from graftlm.errors import EngineClosed
+from graftlm.engine.executor import MovedStage, WorkerInfo
+from graftlm.errors import EngineClosed, ObjectNotFound
 from graftlm.routing.expected_completion import ExpectedCompletion
 from graftlm.routing.homes import AdapterHomes
 from graftlm.routing.prefix_index import PrefixIndex
@@ -50,14 +52,44 @@ class ReplicaHandle(Protocol):
 
     def poll(self, forget: Sequence[str], prepare: Sequence[AdapterRecipe]) -> Call[ReplicaNews]: ...
 
+    def drain(self, target: str) -> Call[tuple[MovedStage, ...]]:
+        """Have layers leave one of its workers, or a node."""
+        ...
+
+    def retire(self, patience_seconds: float) -> None:
+        """Have the process end by itself, and kill it if it does not."""
+        ...
+
     def kill(self) -> None: ...
 
 
 class ReplicaPool(Protocol):
     """Where replicas come from."""
 
-    def start(self, replica_id: str) -> ReplicaHandle:
-        """A process that has loaded nothing, as soon as can be."""
+    def start(self, replica_id: str, busy: Mapping[str, int]) -> ReplicaHandle:
+        """A process that has loaded nothing, as soon as can be.
+
+        Args:
+            busy: node -> replicas there; of several spares the one with the fewest beside it is taken.
+        """
+        ...
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Where it could have replicas."""
+        ...
+
+    @property
+    def vacated(self) -> frozenset[str]:
+        """Where it starts nothing."""
+        ...
+
+    def vacate(self, node: str) -> None:
+        """Have no spares on a node, and start nothing there from now on."""
+        ...
+
+    def readmit(self, node: str) -> None:
+        """Undo `vacate`."""
         ...
 
     @property
@@ -74,11 +106,13 @@ class ReplicaPool(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class Member:
-    """A replica that takes jobs. status: as it said last. prepared: digests that it was told to read in advance."""
+    """A replica that takes jobs, until it drains. status: as it said last. prepared: digests that it was told to read
+    in advance."""
 
     handle: ReplicaHandle
     description: StageDescription
     status: ReplicaStatus
+    is_draining: bool = False
     prepared: set[str] = field(default_factory=set)
 
 
@@ -137,6 +171,8 @@ class ReplicaGroup:
         self._tell = tell
         self._lock = threading.RLock()
         self._members: dict[str, Member] = {}
+        # Others have their ids already.
+        self._draining: list[Member] = []
         self._table = WorkerTable()
         self._homes = AdapterHomes()
         self._prefixes = PrefixIndex()
@@ -147,7 +183,7 @@ class ReplicaGroup:
         self._handles: set[ReplicaHandle] = set()
         first: SimpleQueue[Exception | None] = SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._keep, args=(f"replica-{number}", first), daemon=True)
+            threading.Thread(target=self._begin, args=(f"replica-{number}", first), daemon=True)
             for number in range(1, config.num_replicas + 1)
         ]
         for thread in self._threads:
@@ -165,6 +201,22 @@ class ReplicaGroup:
             return list(self._members.values())
 
     @property
+    def pool(self) -> ReplicaPool:
+        """Where they come from."""
+        return self._pool
+
+    @property
+    def draining(self) -> list[Member]:
+        """Those that go on with what they have and take nothing new."""
+        with self._lock:
+            return list(self._draining)
+
+    @property
+    def busy(self) -> Mapping[str, int]:
+        """Replicas by node."""
+        return Counter(member.description.node for member in self.members)
+
+    @property
     def spares(self) -> tuple[WorkerInfo, ...]:
         """Processes that take the place of a replica that is lost."""
         return self._pool.spares
@@ -173,13 +225,15 @@ class ReplicaGroup:
     def num_lost(self) -> int:
         """Replicas, and workers that replicas have replaced."""
         with self._lock:
-            return self._num_lost + sum(member.status.num_lost_workers for member in self._members.values())
+            there = (*self._members.values(), *self._draining)
+            return self._num_lost + sum(member.status.num_lost_workers for member in there)
 
     @property
     def num_moves(self) -> int:
-        """Of layers, between replicas' workers."""
+        """Of replicas that were drained, and of layers between replicas' workers."""
         with self._lock:
-            return self._num_moves + sum(member.status.num_moves for member in self._members.values())
+            there = (*self._members.values(), *self._draining)
+            return self._num_moves + sum(member.status.num_moves for member in there)
 
     def choose(self, request: RoutedRequest) -> Member | None:
         """Where a request goes; it counts as sent. None while there is no replica."""
@@ -197,46 +251,104 @@ class ReplicaGroup:
             if self._members.get(member.handle.id) is member:
                 self._table.ended(member.handle.id)
 
+    def replacement(self, replica_id: str) -> Member:
+        """A replica that is ready to take the place of the one with this id. Goes to `replace` or to `dismiss`.
+
+        Raises:
+            WorkerLost: it cannot be started. What loading raises.
+        """
+        handle = self._start(replica_id)
+        if handle is None:
+            raise WorkerLost(f"{replica_id} is not needed any more")
+        try:
+            return self._load(handle)
+        except BaseException:
+            self._end(handle)
+            raise
+
+    def replace(self, old: Member, new: Member) -> bool:
+        """Choose another replica from now on instead of one, which drains: what it was sent it goes on with until
+        `dismiss`. False if that one has been lost meanwhile; nothing has changed then."""
+        with self._lock:
+            if self._closing.is_set() or self._members.get(old.handle.id) is not old:
+                return False
+            old.is_draining = True
+            self._draining.append(old)
+            self._num_moves += 1
+            # Its cache is not the old one's.
+            self._prefixes.forget(old.handle.id)
+            self._residency.forget(old.handle.id)
+            self._join(new)
+            thread = threading.Thread(target=self._keep, args=(new,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return True
+
+    def dismiss(self, member: Member) -> None:
+        """End one that drains, or that has never been chosen."""
+        with self._lock:
+            self._settle(member)
+        member.handle.retire(self._config.worker_timeout_seconds)
+        self._end(member.handle)
+
     def close(self) -> None:
         """End all replicas, and the pool. May be called twice."""
         with self._lock:
             self._closing.set()
-            handles = list(self._handles)
+            handles, threads = list(self._handles), list(self._threads)
         for handle in handles:
             handle.kill()
-        for thread in self._threads:
+        for thread in threads:
             thread.join()
         self._pool.close()
 
-    def _keep(self, replica_id: str, first: SimpleQueue[Exception | None]) -> None:
-        """A replica's thread: start it, listen to it, start another in its place. With the same id, the same adapters
-        belong to that one. first: told how the first start went."""
-        is_first, (wait, longest) = True, RETRY_SECONDS
-        while (handle := self._start(replica_id)) is not None:
+    def _begin(self, replica_id: str, first: SimpleQueue[Exception | None]) -> None:
+        """A replica's thread. first: told how the start went."""
+        try:
+            member = self.replacement(replica_id)
+        except Exception as error:
+            first.put(EngineClosed(f"a replica was lost: {error}") if isinstance(error, WorkerLost) else error)
+            return
+        with self._lock:
+            self._join(member)
+        first.put(None)
+        self._keep(member)
+
+    def _keep(self, member: Member) -> None:
+        """Listen to a replica; when it is lost, start another in its place. With the same id, the same adapters belong
+        to that one."""
+        latest: Member | None = member
+        while latest is not None:
+            self._listen(latest)
+            if latest.is_draining:
+                # `dismiss` ends it.
+                return
+            self._end(latest.handle)
+            latest = self._again(latest.handle.id)
+
+    def _again(self, replica_id: str) -> Member | None:
+        """Another one that can be chosen, however often it takes; None once the set is closed."""
+        wait, longest = RETRY_SECONDS
+        while not self._closing.is_set():
             try:
-                member = self._load(handle)
+                member = self.replacement(replica_id)
             except Exception as error:
-                if is_first:
-                    first.put(EngineClosed(f"a replica was lost: {error}") if isinstance(error, WorkerLost) else error)
-                    return
                 if not self._closing.is_set():
-                    logger.warning("%s cannot be started: %s", handle.id, error)
+                    logger.warning("%s cannot be started: %s", replica_id, error)
                 self._closing.wait(wait)
                 wait = min(2 * wait, longest)
             else:
-                if is_first:
-                    first.put(None)
-                is_first, wait = False, RETRY_SECONDS[0]
-                self._listen(member)
-            finally:
-                self._end(handle)
+                with self._lock:
+                    self._join(member)
+                return member
+        return None
 
     def _start(self, replica_id: str) -> ReplicaHandle | None:
         """A new process; None once the set is closed."""
         with self._lock:
             if self._closing.is_set():
                 return None
-            handle = self._pool.start(replica_id)
+            handle = self._pool.start(replica_id, self.busy)
             self._handles.add(handle)
             return handle
 
@@ -247,22 +359,26 @@ class ReplicaGroup:
 
     def _load(self, handle: ReplicaHandle) -> Member:
         description = handle.load(self._replica_config).result(LOAD_SECONDS)
+        if self._replica_config.has_workers:
+            for node in self._pool.vacated:
+                # Its own workers are started by itself, anywhere. Nodes that are gone it does not know.
+                with suppress(ObjectNotFound):
+                    handle.drain(node).result(LOAD_SECONDS)
         status = handle.poll((), ()).result(self._config.worker_timeout_seconds).status
         if status is None:
             raise WorkerLost(f"{handle.id} does not say how it is")
         logger.info("%s is on %s, process %d", handle.id, description.node, description.pid)
-        member = Member(handle=handle, description=description, status=status)
-        with self._lock:
-            self._members[handle.id] = member
-            self._table.join(handle.id, status.report, max_num_seqs=self._config.max_num_seqs)
-            self._homes.set_workers(list(self._members))
-            nodes = {other.description.node for other in self._members.values()}
-            is_complete = len(self._members) == self._config.num_replicas
-        if is_complete:
+        return Member(handle=handle, description=description, status=status)
+
+    def _join(self, member: Member) -> None:
+        """Have it chosen. With the lock."""
+        self._members[member.handle.id] = member
+        self._table.join(member.handle.id, member.status.report, max_num_seqs=self._config.max_num_seqs)
+        self._homes.set_workers(list(self._members))
+        if len(self._members) == self._config.num_replicas:
             # Not before: it would take the time of those that start.
-            self._pool.keep_spares(nodes)
+            self._pool.keep_spares({other.description.node for other in self._members.values()})
         self._tell(Joined(member=member))
-        return member
 
     def _listen(self, member: Member) -> None:
         """Until it is lost, or the set is closed."""
@@ -279,29 +395,46 @@ class ReplicaGroup:
             if news.status is not None:
                 self._note(member, news.status)
                 forget = self._to_forget(news.status)
-                prepare = self._to_prepare(member)
+                prepare = () if member.is_draining else self._to_prepare(member)
             for event in news.events:
                 self._tell(Said(member=member, event=event))
 
     def _note(self, member: Member, status: ReplicaStatus) -> None:
         with self._lock:
             member.status = status
+            if member.is_draining:
+                return
             self._table.report(member.handle.id, status.report)
         self._residency.note(member.handle.id, status.report.adapters, status.load.adapter_bytes)
 
     def _lose(self, member: Member, error: Exception) -> None:
         if self._closing.is_set():
             return
-        logger.warning("%s is lost: %s", member.handle.id, error)
         with self._lock:
+            if member.is_draining:
+                # One that was dismissed is not lost.
+                if self._settle(member):
+                    self._num_lost += 1
+                    self._tell(Lost(member=member))
+                return
             del self._members[member.handle.id]
             self._table.leave(member.handle.id)
             self._homes.set_workers(list(self._members))
             self._prefixes.forget(member.handle.id)
             self._num_lost += 1 + member.status.num_lost_workers
             self._num_moves += member.status.num_moves
+        logger.warning("%s is lost: %s", member.handle.id, error)
         self._residency.forget(member.handle.id)
         self._tell(Lost(member=member))
+
+    def _settle(self, member: Member) -> bool:
+        """Note that one that drains is gone, once. With the lock."""
+        if member not in self._draining:
+            return False
+        self._draining.remove(member)
+        self._num_lost += member.status.num_lost_workers
+        self._num_moves += member.status.num_moves
+        return True
 
     def _to_forget(self, status: ReplicaStatus) -> list[str]:
         """Digests that a replica knows and nobody needs."""

@@ -7,6 +7,7 @@ position, so they are continued as if nothing had happened.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +18,12 @@ from torch import Tensor
 from graftlm.adapters import Adapter, AdapterRegistry
 from graftlm.config import EngineConfig
 from graftlm.distributed.messages import AdapterRecipe
+from graftlm.distributed.replica_drain import ReplicaDrain
 from graftlm.distributed.replica_group import GroupEvent, Joined, Lost, Member, ReplicaGroup, ReplicaPool
 from graftlm.distributed.replica_messages import ReplicaDelta, ReplicaFailure, ReplicaLoad, ReplicaRequest
 from graftlm.distributed.replica_residency import ReplicaResidency
 from graftlm.distributed.replica_workers import describe_replicas
-from graftlm.engine.executor import WorkerInfo
+from graftlm.engine.executor import BetweenSteps, MovedStage, WorkerInfo
 from graftlm.engine.job import Job, delta
 from graftlm.engine.metrics import EngineMetrics
 from graftlm.engine.outputs import RequestFailure, RequestOutput
@@ -48,7 +50,7 @@ class ReplicaSet:
     """`JobRunner` over replicas.
 
     Args:
-        config: of the whole. replica_config: of each replica. layers: that each has; None if its workers do.
+        config: of the whole. replica_config: of each replica. num_layers: that each has, or its workers together.
         wake: as for `ComputableModel.runner`.
 
     Raises:
@@ -62,14 +64,14 @@ class ReplicaSet:
         config: EngineConfig,
         replica_config: EngineConfig,
         *,
-        layers: tuple[int, int] | None,
+        num_layers: int,
         registry: AdapterRegistry,
         metrics: EngineMetrics,
         residency: ReplicaResidency,
         wake: Callable[[], None] | None,
     ) -> None:
         self._config = config
-        self._layers = layers
+        self._layers = None if replica_config.has_workers else (0, num_layers)
         self._registry = registry
         self._metrics = metrics
         self._residency = residency
@@ -79,6 +81,11 @@ class ReplicaSet:
         self._group = ReplicaGroup(
             pool, config, replica_config, registry=registry, residency=residency, tell=self._hear
         )
+        self._drain = ReplicaDrain(self._group, num_layers=num_layers, has_workers=replica_config.has_workers)
+        # Of two at a time each might go where the other is to leave.
+        self._draining = threading.Lock()
+        # A job has ended, or has gone elsewhere.
+        self._ended = threading.Condition()
 
     @property
     def has_work(self) -> bool:
@@ -111,7 +118,7 @@ class ReplicaSet:
     def workers(self) -> tuple[WorkerInfo, ...]:
         running = tuple(
             describe_replicas(
-                self._group.members,
+                (*self._group.members, *self._group.draining),
                 layers=self._layers,
                 names=[(name, adapter.digest) for name, adapter in self._registry.adapters.items()],
                 held=self._residency.by_replica(),
@@ -126,6 +133,25 @@ class ReplicaSet:
     @property
     def num_moves(self) -> int:
         return self._group.num_moves
+
+    def drain(self, target: str, between_steps: BetweenSteps, *, finish_seconds: float) -> tuple[MovedStage, ...]:
+        """Have other processes in the place of a replica, or of all that is on a node, and end those that drain.
+
+        Requests that they have begun may finish there; what is left goes on elsewhere from the tokens it has.
+
+        Args:
+            target: a replica's id, that of one of its workers, or a node's. finish_seconds: for what they have begun.
+
+        Raises:
+            ObjectNotFound, DrainFailed
+        """
+        with self._draining, self._drain.replacing(target) as (left, moved):
+            if left:
+                between_steps(lambda: self._send_on(left, only_waiting=True))
+                with self._ended:
+                    self._ended.wait_for(lambda: not self._flights_of(left), finish_seconds)
+                between_steps(lambda: self._send_on(left, only_waiting=False))
+            return moved
 
     def add(self, job: Job) -> None:
         """Start a job. Its adapter goes back to the registry when it ends, however it ends."""
@@ -174,6 +200,17 @@ class ReplicaSet:
         """End all replicas. May be called twice."""
         self._group.close()
 
+    def _flights_of(self, members: Sequence[Member]) -> list[_Flight]:
+        return [flight for flight in list(self._flights.values()) if flight.member in members]
+
+    def _send_on(self, members: Sequence[Member], *, only_waiting: bool) -> None:
+        """What these have goes to others. only_waiting: what has been in no step yet."""
+        for flight in self._flights_of(members):
+            if flight.job.timings.begun is None or not only_waiting:
+                assert flight.member is not None
+                flight.member.handle.abort(flight.job.job_id)
+                self._send(flight)
+
     def _hear(self, event: GroupEvent) -> None:
         """In a replica's thread."""
         self._inbox.put(event)
@@ -201,6 +238,9 @@ class ReplicaSet:
 
     def _send(self, flight: _Flight) -> None:
         """To the replica that the policy chooses; if there is none, as soon as there is one."""
+        with self._ended:
+            # Whoever waits for one that drains may have waited for this.
+            self._ended.notify_all()
         job = flight.job
         flight.member = self._group.choose(flight.routed)
         if flight.member is None:
@@ -268,6 +308,8 @@ class ReplicaSet:
         del self._flights[job.job_id]
         if flight.member is not None:
             self._group.ended(flight.member)
+        with self._ended:
+            self._ended.notify_all()
         job.timings.end()
         self._metrics.ended(job)
         if job.adapter is not None:

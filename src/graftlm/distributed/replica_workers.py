@@ -29,8 +29,9 @@ def describe_replicas(
             node=member.description.node,
             pid=member.description.pid,
             layers=layers,
-            adapters=_known(names, held.get(replica_id, frozenset())),
-            state="running",
+            # What is told by this id is of the one in its place.
+            adapters=() if member.is_draining else _known(names, held.get(replica_id, frozenset())),
+            state="draining" if member.is_draining else "running",
             # Steps are computed once, and counted where they are.
             work=status.work if layers is not None else None,
             load=WorkerLoad(
@@ -45,6 +46,7 @@ def describe_replicas(
                 worker,
                 id=f"{replica_id}/{worker.id}",
                 adapters=_known(names, frozenset(worker.adapters)),
+                state="draining" if member.is_draining else worker.state,
                 replica=replica_id,
             )
 

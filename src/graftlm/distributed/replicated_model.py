@@ -22,7 +22,7 @@ from graftlm.engine.executor import BetweenSteps, MovedStage, WorkerInfo
 from graftlm.engine.memory import available_bytes
 from graftlm.engine.metrics import EngineMetrics
 from graftlm.engine.residency import Residency
-from graftlm.errors import ConfigurationError, DrainFailed
+from graftlm.errors import ConfigurationError
 from graftlm.models.base_weights import CheckpointWeights
 from graftlm.models.decoder import Decoder
 from graftlm.models.layout import lay_out
@@ -31,6 +31,8 @@ from graftlm.models.read import read_spec
 _CPU = torch.device("cpu")
 # The set refuses what is too much, before anything is sent.
 _UNLIMITED = 2**31 - 1
+# Of a replica that drains: most answers are complete by then, and the others are computed again as far as they are.
+FINISH_SECONDS = 30.0
 
 
 class ReplicatedModel:
@@ -39,6 +41,7 @@ class ReplicatedModel:
 
     Args:
         checkpoint: of the model, which adapters are checked against. make_pool: where the replicas come from.
+        finish_seconds: that a replica which drains has for the requests it has begun.
 
     Raises:
         ConfigurationError, CheckpointError
@@ -47,16 +50,22 @@ class ReplicatedModel:
     decoder: Decoder | None = None
 
     def __init__(
-        self, config: EngineConfig, checkpoint: Checkpoint, make_pool: Callable[[EngineConfig], ReplicaPool]
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        make_pool: Callable[[EngineConfig], ReplicaPool],
+        *,
+        finish_seconds: float = FINISH_SECONDS,
     ) -> None:
         if config.device not in ("auto", "cpu"):
             raise ConfigurationError("replicas compute on the CPU", got=config.device, allowed="auto, cpu")
         self.has_all_layers = not config.has_workers
         self._config = _config_of_each(config)
         self._make_pool = make_pool
+        self._finish_seconds = finish_seconds
         self._replicas: ReplicaSet | None = None
         family, spec = read_spec(checkpoint)
-        self._layers = None if config.has_workers else (0, len(spec.layers))
+        self._num_layers = len(spec.layers)
         self.vocab_size = spec.vocab_size
         self.plan = plan_shared_cache(self._config, checkpoint, spec, lay_out(spec, family.names))
         # One of its own: the other is closed once everything has been read.
@@ -75,7 +84,8 @@ class ReplicatedModel:
         return 0 if self._replicas is None else self._replicas.num_moves
 
     def drain(self, target: str, between_steps: BetweenSteps) -> tuple[MovedStage, ...]:
-        raise DrainFailed("replicas cannot be drained", got=target, do="start a server with fewer, or with workers")
+        assert self._replicas is not None
+        return self._replicas.drain(target, between_steps, finish_seconds=self._finish_seconds)
 
     def runner(
         self,
@@ -93,7 +103,7 @@ class ReplicatedModel:
             self._make_pool(config),
             config,
             self._config,
-            layers=self._layers,
+            num_layers=self._num_layers,
             registry=registry,
             metrics=metrics,
             residency=residency,

@@ -111,14 +111,15 @@ class AsyncLLM:
         return self._open().num_moves
 
     async def drain(self, target: str) -> tuple[MovedStage, ...]:
-        """Have a worker's layers, or all of a node's, in other processes, and end those that had them. Requests go on
-        while the layers are read there, and pause until what those had computed is computed again.
+        """Have a worker's layers, or a replica, or all of a node's, in other processes, and end those that had them.
+        Requests go on while the layers are read there, and pause until what those had computed is computed again. A
+        replica has half a minute for those that it has begun; what is left goes on elsewhere in the same way.
 
         Args:
-            target: the id of a worker or of a node, as `workers` has them; a node's may be cut short.
+            target: the id of a worker, a replica or a node, as `workers` has them; a node's may be cut short.
 
         Raises:
-            ObjectNotFound: neither has this id.
+            ObjectNotFound: none of them has this id.
             DrainFailed: there is nowhere else to go; nothing has changed then.
             EngineClosed
         """

@@ -17,7 +17,7 @@ from graftlm.engine.span_runner import SpanRunner
 from graftlm.engine.stage_range import StageRange
 from graftlm.errors import AdapterError, ObjectNotFound
 
-WorkerState = Literal["running", "spare", "lost"]
+WorkerState = Literal["running", "spare", "draining"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,10 @@ class WorkerInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class MovedStage:
-    """Layers [start, stop) that went from one worker to another. node, pid: where they are now."""
+    """Layers [start, stop) that went from one worker to another. node, pid: where they are now.
+
+    A replica keeps its id.
+    """
 
     layers: tuple[int, int]
     worker: str

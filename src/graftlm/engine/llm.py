@@ -68,13 +68,13 @@ class LLM:
         return self._open().num_moves
 
     def drain(self, target: str) -> tuple[MovedStage, ...]:
-        """Have a worker's layers, or all of a node's, in other processes, and end those that had them.
+        """Have a worker's layers, or a replica, or all of a node's, in other processes, and end those that had them.
 
         Args:
-            target: the id of a worker or of a node, as `workers` has them; a node's may be cut short.
+            target: the id of a worker, a replica or a node, as `workers` has them; a node's may be cut short.
 
         Raises:
-            ObjectNotFound: neither has this id.
+            ObjectNotFound: none of them has this id.
             DrainFailed: there is nowhere else to go; nothing has changed then.
         """
         with self._running() as engine:

@@ -134,7 +134,7 @@ GAUGES = (
 )
 WORKER = "worker"
 WORKER_LABELS = (WORKER, "node", "layers", "rank", "replica")
-WORKERS = ("graft_workers", "Processes that compute for the engine, by state: running or spare.")
+WORKERS = ("graft_workers", "Processes that compute for the engine, by state: running, spare or draining.")
 LOST_WORKERS = ("graft_workers_lost", "Workers that died or did not answer, and were replaced.")
 MOVES = (
     "graft_worker_moves",
@@ -316,9 +316,11 @@ def _series_of_models(series: ModelSeries, numbers: EngineNumbers) -> Family:
 
 def _series_of_workers(workers: Sequence[WorkerInfo]) -> Iterator[Family]:
     states = GaugeMetricFamily(*WORKERS, labels=["state"])
-    for state in ("running", "spare"):
+    for state in ("running", "spare", "draining"):
         states.add_metric([state], sum(worker.state == state for worker in workers))
     yield states
+    # What is in the place of one that drains has its id.
+    workers = [worker for worker in workers if worker.state != "draining"]
     up = GaugeMetricFamily(*WORKER_STATE, labels=WORKER_LABELS)
     adapters = GaugeMetricFamily(*WORKER_ADAPTERS, labels=[WORKER])
     for worker in workers:

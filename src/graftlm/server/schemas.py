@@ -451,6 +451,6 @@ class UnloadAdapterRequest(Strict):
 
 
 class DrainWorkerRequest(Strict):
-    """Body of POST /v1/drain_worker. worker: its id, or a node's, as /status shows them."""
+    """Body of POST /v1/drain_worker. worker: its id, a replica's or a node's, as /status shows them."""
 
     worker: Annotated[Text, Field(min_length=1, max_length=_LONGEST_NAME)]

@@ -1,4 +1,4 @@
-"""POST /v1/drain_worker: layers leave a worker, or a node, while the server runs."""
+"""POST /v1/drain_worker: layers leave a worker, a replica or a node while the server runs."""
 
 from __future__ import annotations
 

@@ -145,6 +145,8 @@ def wait_until(server: LiveServer, holds: Callable[[], bool]) -> None:
     while not holds():
         assert server.http.get("/ready").status_code == 200
         assert time.monotonic() < deadline
+        # The processes that are waited for need the processors.
+        time.sleep(0.05)
 
 
 def spares(engine: AsyncLLM) -> list[int]:

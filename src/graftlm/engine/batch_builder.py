@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from graftlm.adapters import AdapterWeights
 from graftlm.engine.scheduler import ScheduledSequence
@@ -35,14 +38,18 @@ def build_batch(
         token_ids.extend(sequence.token_ids)
         positions.extend(range(sequence.start, sequence.stop))
         logit_rows.extend(range(len(token_ids) - sequence.num_logits, len(token_ids)))
+    num_tokens = [len(sequence.token_ids) for sequence in sequences]
+    num_logits = [sequence.num_logits for sequence in sequences]
+    segments = _segments(sequences, adapters, num_tokens)
     return RaggedBatch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        prompt_lens=_per_token(sequences, [sequence.prompt_len for sequence in sequences], device),
-        sequence_lens=_per_token(sequences, [sequence.sequence_len for sequence in sequences], device),
-        segments=_segments(sequences, adapters, [len(sequence.token_ids) for sequence in sequences]),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
-        logit_segments=_segments(sequences, adapters, [sequence.num_logits for sequence in sequences]),
+        token_ids=_int64(token_ids, device),
+        positions=_int64(positions, device),
+        prompt_lens=_int64(np.repeat([sequence.prompt_len for sequence in sequences], num_tokens), device),
+        sequence_lens=_int64(np.repeat([sequence.sequence_len for sequence in sequences], num_tokens), device),
+        segments=segments,
+        logit_rows=_int64(logit_rows, device),
+        # While all decode, the rows are the same, and what is found out of the adapters' is found out once.
+        logit_segments=segments if num_logits == num_tokens else _segments(sequences, adapters, num_logits),
         layers=layers_of(sequences[0], adapters),
     )
 
@@ -79,7 +86,7 @@ def _group(
     sequences: Sequence[ScheduledSequence], index: int, window: int | None, block_size: int, device: torch.device
 ) -> CacheGroupBatch:
     return CacheGroupBatch(
-        slots=torch.tensor(slots_of(sequences, index, block_size), dtype=torch.int64, device=device),
+        slots=_int64(slots_of(sequences, index, block_size), device),
         attention=ops.plan_attention(
             [len(sequence.token_ids) for sequence in sequences],
             [sequence.stop for sequence in sequences],
@@ -91,10 +98,9 @@ def _group(
     )
 
 
-def _per_token(sequences: Sequence[ScheduledSequence], values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Each sequence's value for each of its tokens, [T] int64."""
-    counts = torch.tensor([len(sequence.token_ids) for sequence in sequences])
-    return torch.tensor(values, dtype=torch.int64).repeat_interleave(counts).to(device)
+def _int64(values: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -> Tensor:
+    # By way of numpy, which reads a list in a quarter of the time.
+    return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device)
 
 
 def _segments(

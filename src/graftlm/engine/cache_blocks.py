@@ -9,8 +9,9 @@ has fills them several times, and has as many tables for each group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from graftlm.engine.block_pool import BlockHash, BlockId, BlockPool
 
@@ -26,13 +27,45 @@ class CacheGroup:
     pool: BlockPool
 
 
-@dataclass(kw_only=True)
 class BlockTable:
     """Blocks of one sequence in one group; entry i holds tokens [i * block_size, (i + 1) * block_size), and the first
     `num_dropped` entries are DROPPED."""
 
-    blocks: list[BlockId] = field(default_factory=list)
-    num_dropped: int = 0
+    def __init__(self) -> None:
+        self._blocks: list[BlockId] = []
+        self._packed: array[int] | None = None
+        self.num_dropped = 0
+
+    @property
+    def blocks(self) -> Sequence[BlockId]:
+        return self._blocks
+
+    @property
+    def packed(self) -> array[int]:
+        """The blocks as they are now, in 64 bits each; nobody writes to it."""
+        # A decode asks in every step, and the blocks change once in block_size steps.
+        if self._packed is None:
+            self._packed = array("q", self._blocks)
+        return self._packed
+
+    def extend(self, blocks: Iterable[BlockId]) -> None:
+        """Add blocks behind the last."""
+        self._blocks.extend(blocks)
+        self._packed = None
+
+    def drop(self, stop: int) -> list[BlockId]:
+        """Give up the blocks before `stop`, which stay as DROPPED; those that were still there."""
+        dropped = self._blocks[self.num_dropped : stop]
+        self._blocks[self.num_dropped : stop] = [DROPPED] * (stop - self.num_dropped)
+        self.num_dropped = max(stop, self.num_dropped)
+        self._packed = None
+        return dropped
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self._blocks.clear()
+        self._packed = None
+        self.num_dropped = 0
 
 
 class CacheBlocks:
@@ -73,6 +106,13 @@ class CacheBlocks:
             num_missing[index % len(self._groups)] += self._num_missing(group, table, num_computed, num_tokens)
         return all(count <= group.pool.num_free for count, group in zip(num_missing, self._groups, strict=True))
 
+    def covers(self, tables: Sequence[BlockTable], *, num_computed: int, num_tokens: int) -> bool:
+        """Whether a sequence has the blocks of its next chunk already."""
+        for index, table in enumerate(tables):
+            if self._num_missing(self._group_of(index), table, num_computed, num_tokens):
+                return False
+        return True
+
     def extend(self, tables: Sequence[BlockTable], *, num_computed: int, num_tokens: int) -> None:
         """Give a sequence the blocks of its next chunk.
 
@@ -81,7 +121,7 @@ class CacheBlocks:
         """
         for index, table in enumerate(tables):
             group = self._group_of(index)
-            table.blocks.extend(group.pool.allocate(self._num_missing(group, table, num_computed, num_tokens)))
+            table.extend(group.pool.allocate(self._num_missing(group, table, num_computed, num_tokens)))
 
     def share_prefix(self, tables: Sequence[BlockTable], hashes: Sequence[BlockHash]) -> int:
         """Give a sequence that holds nothing the blocks of its longest prefix that is in the cache.
@@ -107,12 +147,11 @@ class CacheBlocks:
         length = self._longest_prefix(found, len(hashes))
         for index, (table, blocks) in enumerate(zip(tables, found, strict=True)):
             group = self._group_of(index)
-            table.num_dropped = self._num_behind(group, length * self.block_size)
-            table.blocks.extend([DROPPED] * table.num_dropped)
-            for block in blocks[table.num_dropped : length]:
-                if block is not None:
-                    group.pool.share(block)
-                    table.blocks.append(block)
+            table.drop(self._num_behind(group, length * self.block_size))
+            shared = [block for block in blocks[table.num_dropped : length] if block is not None]
+            for block in shared:
+                group.pool.share(block)
+            table.extend(shared)
         return length
 
     def record(self, tables: Sequence[BlockTable], hashes: Sequence[BlockHash], *, start: int, stop: int) -> None:
@@ -146,9 +185,7 @@ class CacheBlocks:
             group = self._group_of(index)
             behind = self._num_behind(group, num_computed)
             if behind > table.num_dropped:
-                group.pool.free(table.blocks[table.num_dropped : behind])
-                table.blocks[table.num_dropped : behind] = [DROPPED] * (behind - table.num_dropped)
-                table.num_dropped = behind
+                group.pool.free(table.drop(behind))
 
     def release(self, tables: Sequence[BlockTable]) -> None:
         """Take back everything; the tables are empty then."""
@@ -156,8 +193,7 @@ class CacheBlocks:
             group = self._group_of(index)
             # From the end: the beginning of a prompt is what others are most likely to share.
             group.pool.free(reversed(table.blocks[table.num_dropped :]))
-            table.blocks.clear()
-            table.num_dropped = 0
+            table.clear()
 
     def _longest_prefix(self, found: Sequence[Sequence[BlockId | None]], limit: int) -> int:
         """The most blocks, at most `limit`, that are found for every table as far back as the next token sees."""

@@ -360,7 +360,7 @@ class EngineCore:
                     active_from=active_from(token_ids, adapter),
                     prompt_len=len(token_ids),
                     sequence_len=len(token_ids),
-                    block_tables=tuple(tuple(table.blocks) for table in tables),
+                    block_tables=tuple([table.packed for table in tables]),
                     num_logits=len(chunk),
                 )
                 rows.append(self._executor.submit([sequence]).logits())

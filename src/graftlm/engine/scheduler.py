@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graftlm.engine.block_hashes import extend_hashes
-from graftlm.engine.block_pool import BlockHash, BlockId
+from graftlm.engine.block_pool import BlockHash
 from graftlm.engine.cache_blocks import CacheBlocks
 from graftlm.engine.outputs import FinishReason
 from graftlm.engine.policy import SchedulingPolicy
@@ -44,7 +44,7 @@ class ScheduledSequence:
     active_from: int
     prompt_len: int
     sequence_len: int
-    block_tables: tuple[tuple[BlockId, ...], ...]
+    block_tables: tuple[Sequence[int], ...]
     num_logits: int
 
     @property
@@ -145,7 +145,7 @@ class Scheduler:
         self._num_in_flight = num_in_flight
         self._waiting: dict[str, Request] = {}
         # In the order of their admission.
-        self._running: list[Request] = []
+        self._running: dict[str, Request] = {}
         self._requests: dict[str, Request] = {}
         self._in_flight: set[str] = set()
         self._num_arrived = 0
@@ -189,7 +189,7 @@ class Scheduler:
         if request_id in self._waiting:
             del self._waiting[request_id]
         else:
-            self._running.remove(request)
+            del self._running[request_id]
             self._unpin(request)
         self._blocks.release(request.block_tables)
         self._policy.left(request)
@@ -198,14 +198,14 @@ class Scheduler:
         """Choose the next step's tokens and give them blocks. Its requests are in flight then."""
         budget = self._max_num_batched_tokens
         scheduled: dict[str, int] = {}
-        ready = [request for request in self._running if request.request_id not in self._in_flight]
+        ready = [request for request_id, request in self._running.items() if request_id not in self._in_flight]
         self._pass_over_replayed(ready)
         held_up = self._held_up()
         limit = self._share(len(self._running))
         for request in sorted(ready, key=_turn):
             if len(scheduled) == limit:
                 break
-            if request not in self._running or request.request_id in held_up:
+            if request.request_id not in self._running or request.request_id in held_up:
                 continue  # preempted a moment ago to make room for another, or another replays what it needs
             if request.lost_by is not None:
                 left = request.num_computed_tokens - request.num_replayed_tokens
@@ -247,7 +247,7 @@ class Scheduler:
         prefix cache is forgotten. If all stages have lost it, or some of a request's blocks were given back, its
         tokens are all there is to go by: it is computed anew, by all stages.
         """
-        for request in reversed(self._running.copy()):
+        for request in reversed(list(self._running.values())):
             lost_by = stages.union(request.lost_by)
             if lost_by.is_everything or any(table.num_dropped for table in request.block_tables):
                 self._preempt(request)
@@ -327,8 +327,8 @@ class Scheduler:
     def _held_up(self) -> set[str]:
         """Requests whose next block to be replayed is held, and replayed, by one that was admitted before them."""
         held_up: set[str] = set()
-        coming: set[BlockId] = set()
-        for request in self._running:
+        coming: set[int] = set()
+        for request in self._running.values():
             if request.lost_by is not None:
                 size = self._blocks.block_size
                 start, stop = request.num_replayed_tokens // size, -(-request.num_computed_tokens // size)
@@ -339,11 +339,11 @@ class Scheduler:
         return held_up
 
     def _append(self, request: Request, token_id: int) -> None:
-        regime = self._regime(request)
+        num_tokens = request.num_tokens
         request.output_token_ids.append(token_id)
         if request.grammar is not None:
             request.grammar.advance(token_id)
-        if self._regime(request) != regime:
+        if self._length_regimes.ends_at(num_tokens):
             self._start_over(request)
             request.block_hashes.clear()
 
@@ -388,7 +388,7 @@ class Scheduler:
     def _work_left(self) -> dict[str, int]:
         """By adapter, the most tokens that one of its running requests has left."""
         work: dict[str, int] = {}
-        for request in self._running:
+        for request in self._running.values():
             if request.adapter_digest is not None:
                 left = max(work.get(request.adapter_digest, 0), request.num_remaining_tokens)
                 work[request.adapter_digest] = left
@@ -419,7 +419,7 @@ class Scheduler:
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = num_cached
             del self._waiting[request.request_id]
-            self._running.append(request)
+            self._running[request.request_id] = request
             self._extend(request)
             being_computed.update(self._uncomputed(request))
             count = self._chunk(request, budget)
@@ -461,7 +461,7 @@ class Scheduler:
 
     def _being_computed(self) -> set[BlockHash]:
         """Full blocks that running requests still have to compute."""
-        return {block_hash for request in self._running for block_hash in self._uncomputed(request)}
+        return {block_hash for request in self._running.values() for block_hash in self._uncomputed(request)}
 
     def _uncomputed(self, request: Request) -> Sequence[BlockHash]:
         return request.block_hashes[request.num_kept_tokens // self._blocks.block_size :]
@@ -474,10 +474,11 @@ class Scheduler:
 
     def _record(self, request: Request, start: int, stop: int) -> None:
         """Note what is in the blocks that tokens [start, stop) of a request have filled."""
-        if self._prefix_cache:
-            size = self._blocks.block_size
+        size = self._blocks.block_size
+        first, end = start // size, stop // size
+        if self._prefix_cache and first < end:
             extend_hashes(request, size, self._regime(request))
-            self._blocks.record(request.block_tables, request.block_hashes, start=start // size, stop=stop // size)
+            self._blocks.record(request.block_tables, request.block_hashes, start=first, stop=end)
 
     def _chunk(self, request: Request, budget: int) -> int:
         limit = self._blocks.chunk_tokens
@@ -493,8 +494,12 @@ class Scheduler:
 
         Returns: whether it has them; if not, it was preempted itself.
         """
+        if self._blocks.covers(
+            request.block_tables, num_computed=request.num_computed_tokens, num_tokens=request.num_tokens
+        ):
+            return True
         while not self._fits(request):
-            victims = [other for other in self._running if other.request_id not in spare]
+            victims = [other for other in self._running.values() if other.request_id not in spare]
             victim = max(reversed(victims), key=lambda other: other.params.priority)
             self._preempt(victim)
             if victim is request:
@@ -503,7 +508,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        self._running.remove(request)
+        del self._running[request.request_id]
         self._unpin(request)
         self._start_over(request)
         self._waiting[request.request_id] = request
@@ -524,7 +529,7 @@ class Scheduler:
         )
 
     def _in_step(self, scheduled: Mapping[str, int]) -> list[Request]:
-        return [request for request in self._running if request.request_id in scheduled]
+        return [request for request_id, request in self._running.items() if request_id in scheduled]
 
     def _sequence(self, request: Request, count: int) -> ScheduledSequence:
         completes = request.num_computed_tokens + count == request.num_tokens
@@ -543,7 +548,7 @@ class Scheduler:
             active_from=request.active_from,
             prompt_len=len(request.prompt_token_ids),
             sequence_len=request.num_tokens,
-            block_tables=tuple(tuple(table.blocks) for table in request.block_tables),
+            block_tables=tuple([table.packed for table in request.block_tables]),
             num_logits=num_logits,
         )
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from graftlm.adapters import AdapterWeights
 from graftlm.engine.batch_builder import build_batch, build_key_values
-from graftlm.engine.block_pool import BlockId
 from graftlm.engine.scheduler import ScheduledSequence
 from graftlm.kernels.kernel_set import Kernels
 from graftlm.kernels.registry import using
@@ -57,7 +56,7 @@ class SpanRunner:
             key_values = build_key_values(sequences, self._cache, windows=span.windows, device=span.device)
             return span(batch, key_values, hidden)
 
-    def _begun_block(self, sequence: ScheduledSequence, table: int) -> BlockId | None:
+    def _begun_block(self, sequence: ScheduledSequence, table: int) -> int | None:
         """The block of a table that this step begins and does not fill. Its other slots are attended, masked, before
         they are written: NaN that an overflowing adapter left there would come through the mask (0 * NaN)."""
         index, filled = divmod(sequence.stop, self._cache.block_size)

@@ -30,3 +30,7 @@ class LengthRegimes:
         """What a sequence of `sequence_len` tokens, of which `prompt_len` are the prompt, is computed under."""
         passed = sum(sequence_len > limit for limit in self.sequence_lens)
         return passed, prompt_len if any(prompt_len > limit for limit in self.prompt_lens) else 0
+
+    def ends_at(self, sequence_len: int) -> bool:
+        """Whether a sequence of this many tokens is in another regime with one more."""
+        return sequence_len in self.sequence_lens

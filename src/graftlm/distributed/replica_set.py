@@ -296,9 +296,9 @@ class ReplicaSet:
             request = job.requests[answer.index]
             request.output_token_ids.extend(answer.token_ids)
             request.finish_reason, request.stop_reason = answer.finish_reason, answer.stop_reason
-            for _ in answer.token_ids:
+            if answer.token_ids:
                 job.timings.produce()
-                self._metrics.produced(job, answer.index, 1)
+        self._metrics.produced([(job, answer.index) for answer in moved.answers for _ in answer.token_ids])
         if job.finished:
             self._retire(flight)
         return job.output(*moved.answers)

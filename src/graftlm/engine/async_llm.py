@@ -8,7 +8,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -469,8 +469,7 @@ class AsyncLLM:
 
     def _abort_users(self, adapter: Adapter) -> None:
         if self._engine is not None:
-            for delta in self._engine.core.abort_users(adapter):
-                self._deliver(delta)
+            self._deliver(self._engine.core.abort_users(adapter))
 
     async def _commands_taken(self) -> None:
         """Wait until the engine's thread has done what it was told so far."""
@@ -500,19 +499,25 @@ class AsyncLLM:
     def _abort(self, request_id: str) -> None:
         def abort() -> None:
             if self._engine is not None and (delta := self._engine.core.abort(request_id)) is not None:
-                self._deliver(delta)
+                self._deliver([delta])
 
         self._commands.put(abort)
 
-    def _deliver(self, item: RequestOutput | RequestFailure) -> None:
+    def _deliver(self, items: Iterable[RequestOutput | RequestFailure]) -> None:
+        RequestStream.put([self._addressed(item) for item in items])
+
+    def _addressed(self, item: RequestOutput | RequestFailure) -> tuple[RequestStream, RequestOutput | GraftError]:
         # Out of the books before the client hears of it.
         if isinstance(item, RequestFailure):
-            self._streams.pop(item.request_id).put(item.error)
-        else:
-            stream = self._streams.pop(item.request_id) if item.finished else self._streams[item.request_id]
-            if item.finished:
-                self._rate.record(stream.num_answers, time.monotonic())
-            stream.put(item)
+            return self._streams.pop(item.request_id), item.error
+        if not item.finished:
+            return self._streams[item.request_id], item
+        stream = self._streams.pop(item.request_id)
+        self._rate.record(stream.num_answers, time.monotonic())
+        return stream, item
+
+    def _end_with(self, request_ids: Iterable[str], error: GraftError) -> None:
+        RequestStream.put([(self._streams.pop(request_id), error) for request_id in request_ids])
 
     def _run_or_close(self) -> None:
         """Nobody is left waiting, even if the thread ends by something that nobody foresaw."""
@@ -521,8 +526,7 @@ class AsyncLLM:
         except Exception:
             logger.exception("the engine's thread has failed; nothing is computed any more")
             self._accepting = False
-            for request_id in list(self._streams):
-                self._streams.pop(request_id).put(EngineClosed("the engine has failed", do="restart it"))
+            self._end_with(list(self._streams), EngineClosed("the engine has failed", do="restart it"))
 
     def _run(self) -> None:
         """The engine's thread: take commands, step while there is work."""
@@ -548,8 +552,7 @@ class AsyncLLM:
 
     def _step(self, engine: Engine) -> None:
         try:
-            for item in engine.core.step():
-                self._deliver(item)
+            self._deliver(engine.core.step())
         except Exception:
             # The bookkeeping itself broke: nobody knows any more who was in the step. The engine goes on with empty
             # hands.
@@ -557,8 +560,7 @@ class AsyncLLM:
             self._fail_all(engine, StepFailed("the engine failed while computing this request", do="send it again"))
 
     def _fail_all(self, engine: Engine, error: GraftError) -> None:
-        for job_id in engine.core.abort_all():
-            self._streams.pop(job_id).put(error)
+        self._end_with(engine.core.abort_all(), error)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

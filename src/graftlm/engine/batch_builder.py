@@ -99,7 +99,7 @@ def _group(
 
 
 def _int64(values: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -> Tensor:
-    # By way of numpy, which reads a list in a quarter of the time.
+    # By way of numpy, which reads a short list in a tenth of the time.
     return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device)
 
 

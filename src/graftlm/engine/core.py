@@ -179,8 +179,8 @@ class EngineCore:
     def _begin_step(self, plan: SchedulerOutput) -> _Submitted | None:
         """None if the cache was lost: the step is to be planned again."""
         begun = time.perf_counter()
-        ending = filter(self._gets_token, plan.sequences)
-        masks = self._masks.begin([self._scheduler.get(sequence.request_id) for sequence in ending])
+        requests = [(sequence, self._scheduler.get(sequence.request_id)) for sequence in plan.sequences]
+        masks = self._masks.begin([request for sequence, request in requests if request.gets_token_at(sequence.stop)])
         try:
             step = self._executor.submit(plan.sequences, plan.replays)
         except CacheLost:
@@ -201,13 +201,15 @@ class EngineCore:
 
     def _begin(self, job: Job) -> None:
         """Not in `_submit`, whose frame the traceback of a failure keeps, and a job its adapter."""
+        if job.timings.begun is not None:
+            return
         job.timings.begin()
         self._metrics.scheduled(job)
 
     def _job_ids(self, plan: SchedulerOutput) -> list[str]:
         """Of the jobs in a step that have not ended."""
         jobs = [self._job_of_request.get(request_id) for request_id in plan.request_ids]
-        return list(dict.fromkeys(job.job_id for job in jobs if job is not None))
+        return list(dict.fromkeys([job.job_id for job in jobs if job is not None]))
 
     def _fail_step(self, plan: SchedulerOutput, cause: Exception) -> list[RequestFailure]:
         job_ids = self._job_ids(plan)
@@ -231,12 +233,15 @@ class EngineCore:
         token_ids = {name: None if token is None else token.token_id for name, token in tokens.items()}
         moved = self._scheduler.update(plan, token_ids, passed_over)
         failures = self._fail_broken_grammars(moved)
-        answers: dict[str, list[CompletionOutput]] = {}
+        answers: dict[Job, list[CompletionOutput]] = {}
         for request in moved:
             job = self._job_of_request.get(request.request_id)
             if job is not None:
-                answers.setdefault(job.job_id, []).append(self._answer(job, request, tokens.get(request.request_id)))
-        return [*failures, *(self._report(self._jobs[job_id], deltas) for job_id, deltas in answers.items())]
+                answers.setdefault(job, []).append(self._answer(job, request, tokens.get(request.request_id)))
+        self._metrics.produced(
+            [(job, answer.index) for job, deltas in answers.items() for answer in deltas for _ in answer.token_ids]
+        )
+        return [*failures, *[self._report(job, deltas) for job, deltas in answers.items()]]
 
     def _fail_broken_grammars(self, moved: Iterable[Request]) -> list[RequestFailure]:
         """Give up the jobs whose grammar has led to where it cannot be followed."""
@@ -369,11 +374,6 @@ class EngineCore:
             self._blocks.release(tables)
         return ops.widened(torch.cat(rows))
 
-    def _gets_token(self, sequence: ScheduledSequence) -> bool:
-        """Whether a sequence catches up with itself in its step."""
-        request = self._scheduler.get(sequence.request_id)
-        return sequence.stop == request.num_tokens and request.max_tokens > 0
-
     def _sample(self, plan: SchedulerOutput, logits: Tensor, passed_over: Set[str]) -> dict[str, SampledToken | None]:
         """A token for every sequence that caught up with itself in this step, without those that are passed over."""
         rows: list[int] = []
@@ -386,7 +386,7 @@ class EngineCore:
             request = self._scheduler.get(sequence.request_id)
             if request.wants_prompt_logits:
                 self._record_prompt_logprobs(request, sequence.start, logits[start:stop])
-            if self._gets_token(sequence) and sequence.request_id not in passed_over:
+            if request.gets_token_at(sequence.stop) and sequence.request_id not in passed_over:
                 rows.append(stop - 1)
                 requests.append(request)
         if not requests:
@@ -422,7 +422,7 @@ class EngineCore:
         token_ids = [] if token is None else [token.token_id]
         while (forced := _forced_token(request)) is not None:
             self._scheduler.append(request, forced)
-            more, _ = self._take(job, request, SampledToken(token_id=forced, logprobs=None))
+            more, _ = self._take(job, request, SampledToken(forced))
             text += more
             token_ids.append(forced)
         return delta(request, text, tuple(token_ids), logprobs)
@@ -442,7 +442,6 @@ class EngineCore:
         logprobs = None
         if token is not None:
             job.timings.produce()
-            self._metrics.produced(job, request.index, 1)
         if token is not None and token.logprobs is not None:
             logprobs = (describe_logprobs(token.token_id, token.logprobs, job.tokenizer),)
         return text, logprobs

@@ -35,7 +35,7 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        return all(request.finish_reason is not None for request in self.requests)
+        return None not in [request.finish_reason for request in self.requests]
 
     @property
     def num_cached_tokens(self) -> int:
@@ -58,7 +58,7 @@ class Job:
             outputs=deltas,
             finished=self.finished,
             adapter=None if self.adapter is None else self.adapter.name,
-            num_output_tokens=sum(len(request.output_token_ids) for request in self.requests),
+            num_output_tokens=sum([len(request.output_token_ids) for request in self.requests]),
             num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
         )

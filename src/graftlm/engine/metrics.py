@@ -6,7 +6,7 @@ import copy
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from graftlm.engine.histogram import Histogram
@@ -117,18 +117,19 @@ class EngineMetrics:
             model.cached_tokens += job.num_cached_tokens
             model.queue_wait.observe(self._clock() - job.timings.arrived)
 
-    def produced(self, job: Job, index: int, num_tokens: int) -> None:
-        """An answer of a job has more tokens."""
+    def produced(self, tokens: Iterable[tuple[Job, int]]) -> None:
+        """Answers have a token more each, at the same time: their jobs, and which of the job's answers it is."""
         now = self._clock()
-        last_tokens = self._last_tokens[job.job_id]
         with self._lock:
-            model = self._model(job)
-            model.generated_tokens += num_tokens
-            if not last_tokens:
-                model.time_to_first_token.observe(now - job.timings.arrived)
-            elif index in last_tokens:
-                model.inter_token.observe(now - last_tokens[index])
-        last_tokens[index] = now
+            for job, index in tokens:
+                last_tokens = self._last_tokens[job.job_id]
+                model = self._model(job)
+                model.generated_tokens += 1
+                if not last_tokens:
+                    model.time_to_first_token.observe(now - job.timings.arrived)
+                elif index in last_tokens:
+                    model.inter_token.observe(now - last_tokens[index])
+                last_tokens[index] = now
 
     def ended(self, job: Job) -> None:
         """A job is over, whatever came of it."""

@@ -98,6 +98,10 @@ class Request:
     def wants_prompt_logits(self) -> bool:
         return self.params.prompt_logprobs is not None and self.num_computed_tokens < len(self.prompt_token_ids)
 
+    def gets_token_at(self, num_computed: int) -> bool:
+        """Whether it is to have another token once so many of its tokens are computed."""
+        return num_computed == self.num_tokens and self.max_tokens > 0
+
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Tokens [start, stop) of prompt and output together."""
         prompt_len = len(self.prompt_token_ids)

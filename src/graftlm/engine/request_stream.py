@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from graftlm.engine.job import Job
 from graftlm.engine.outputs import OutputCollector, RequestOutput
@@ -43,12 +43,18 @@ class RequestStream:
         self._ended = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
-    def put(self, item: RequestOutput | GraftError) -> None:
-        """Hand over a delta, or the error that ends the stream. Called by the engine's thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._receive, item)
-        except RuntimeError:
-            logger.debug("request %s: its event loop is gone", self.request_id)
+    @staticmethod
+    def put(items: Iterable[tuple[RequestStream, RequestOutput | GraftError]]) -> None:
+        """Hand streams a delta each, or the error that ends them. Called by the engine's thread."""
+        # Together: waking an event loop is a system call, and has it take the interpreter from the engine.
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestOutput | GraftError]]] = {}
+        for stream, item in items:
+            by_loop.setdefault(stream._loop, []).append((stream, item))
+        for loop, received in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_receive_each, received)
+            except RuntimeError:
+                logger.debug("requests %s: their event loop is gone", [stream.request_id for stream, _ in received])
 
     def expire_at(self, deadline: float, timeout: float) -> None:
         """Give the request up at a certain time unless it has ended.
@@ -77,7 +83,8 @@ class RequestStream:
             raise
         return collector.result()
 
-    def _receive(self, item: RequestOutput | GraftError) -> None:
+    def receive(self, item: RequestOutput | GraftError) -> None:
+        """Take what was put, in the event loop's thread."""
         if self._ended.is_set():
             return  # what the engine still said before it heard of the end
         if isinstance(item, GraftError):
@@ -95,7 +102,7 @@ class RequestStream:
 
     def _expire(self, timeout: float) -> None:
         # The reader hears of it now, however long the step takes in which the engine is.
-        self._receive(deadline_exceeded(timeout))
+        self.receive(deadline_exceeded(timeout))
         self.abort()
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
@@ -111,6 +118,11 @@ class RequestStream:
             self._arrived.clear()
             await self._arrived.wait()
         return self._unread.popleft()
+
+
+def _receive_each(items: Iterable[tuple[RequestStream, RequestOutput | GraftError]]) -> None:
+    for stream, item in items:
+        stream.receive(item)
 
 
 def deadline_exceeded(timeout: float) -> DeadlineExceeded:

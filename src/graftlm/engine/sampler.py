@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,10 +30,15 @@ class RowLogprobs:
     top_logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampledToken:
+class SampledToken(NamedTuple):
+    """logprobs: if they were asked for."""
+
     token_id: int
-    logprobs: RowLogprobs | None
+    logprobs: RowLogprobs | None = None
+
+
+# Whatever else a request asks for, the largest logit is its token.
+_GREEDY = ops.TokenDraw(seed=0, answer=0, position=0, temperature=0.0, top_p=1.0, min_p=0.0, top_k=0)
 
 
 @torch.inference_mode()
@@ -59,10 +65,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[SampledToken | N
         counts = [requests[row].params.logprobs or 0 for row in rated]
         # Whatever was not chosen is not reported.
         reported = dict(zip(rated, rate(own, [max(chosen[row], 0) for row in rated], counts), strict=True))
-    return [
-        None if token_id < 0 else SampledToken(token_id=token_id, logprobs=reported.get(row))
-        for row, token_id in enumerate(chosen)
-    ]
+    return [None if token_id < 0 else SampledToken(token_id, reported.get(row)) for row, token_id in enumerate(chosen)]
 
 
 def rate(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[RowLogprobs]:
@@ -83,11 +86,13 @@ def _draw_of(request: Request) -> ops.TokenDraw:
     """The random number is a pure function of seed, answer index and position, so that it survives preemption and does
     not depend on what else is sampled."""
     params = request.params
+    if params.greedy:
+        return _GREEDY
     return ops.TokenDraw(
         seed=request.seed % 2**64,
         answer=request.index,
         position=len(request.output_token_ids),
-        temperature=0.0 if params.greedy else params.temperature,
+        temperature=params.temperature,
         top_p=params.top_p,
         min_p=params.min_p,
         top_k=params.top_k,
@@ -96,14 +101,7 @@ def _draw_of(request: Request) -> ops.TokenDraw:
 
 def _is_adjusted(request: Request) -> bool:
     params = request.params
-    return (
-        request.grammar is not None
-        or len(params.logit_bias) > 0
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-        or len(request.output_token_ids) < params.min_tokens
-    )
+    return request.grammar is not None or params.changes_logits or len(request.output_token_ids) < params.min_tokens
 
 
 def _adjust(logits: Tensor, request: Request) -> None:

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from graftlm.engine.structured_output import StructuredOutput
 from graftlm.errors import InvalidRequest
@@ -91,6 +92,16 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @cached_property
+    def changes_logits(self) -> bool:
+        """Whether a bias or a penalty applies to every token."""
+        return (
+            len(self.logit_bias) > 0
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
     def _check_integers(self) -> None:
         largest = 2**31 - 1

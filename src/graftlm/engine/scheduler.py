@@ -84,8 +84,8 @@ class SchedulerOutput:
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Whose tokens are computed, for the first time or again."""
-        replayed = (replay.sequence for replay in self.replays)
-        return tuple(sequence.request_id for sequence in (*self.sequences, *replayed))
+        replayed = [replay.sequence for replay in self.replays]
+        return tuple([sequence.request_id for sequence in (*self.sequences, *replayed)])
 
     @property
     def is_empty(self) -> bool:

@@ -23,6 +23,8 @@ class StopStringFilter:
 
         The stop that is complete first wins, of two the longer: what it would be had the text come by the character.
         """
+        if not self._stops:
+            return text
         buffer = self._held + text
         found = [(index, stop) for stop in self._stops if (index := buffer.find(stop)) >= 0]
         if found:

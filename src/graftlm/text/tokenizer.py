@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from graftlm.text.tool_calls.description import tell_tools
 # In characters, and tokens. Longer texts are read and written outside of the interpreter's lock, as only batches can
 # be: 1000 characters take some 2 ms.
 _LONG_TEXT = 2000
+# A detokenizer asks for single ids again and again; what is kept of them takes 8 MB at most.
+_NUM_REMEMBERED = 1 << 16
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -41,6 +44,7 @@ class Tokenizer:
         # A tokenizer.json saved while training may cut or pad every text it encodes.
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._text_of = _remembered_texts(self._backend)
         self._special_ids = frozenset(
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
@@ -105,6 +109,8 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids, special tokens left out unless they are wanted."""
         ids = list(token_ids)
+        if len(ids) == 1:
+            return self._text_of(ids[0], skip_special_tokens)
         if len(ids) < _LONG_TEXT:
             text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         else:
@@ -129,8 +135,7 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Text of one id alone, special tokens included; a part of a character shows as U+FFFD."""
-        text: str = self._backend.decode([token_id], skip_special_tokens=False)
-        return text
+        return self._text_of(token_id, False)
 
     def render_chat(
         self,
@@ -245,3 +250,14 @@ def load_tokenizer(source: Path | Mapping[str, Any]) -> Tokenizer:
     if getattr(hf_tokenizer, "backend_tokenizer", None) is None:
         raise CheckpointError("the tokenizer has no fast (tokenizer.json) form", got=type(hf_tokenizer).__name__)
     return Tokenizer(hf_tokenizer)
+
+
+def _remembered_texts(backend: Any) -> Callable[[int, bool], str]:
+    """(id, whether special tokens have no text) -> the text of the id alone."""
+
+    @lru_cache(_NUM_REMEMBERED)
+    def text_of(token_id: int, skip_special_tokens: bool) -> str:
+        text: str = backend.decode([token_id], skip_special_tokens=skip_special_tokens)
+        return text
+
+    return text_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -16,7 +17,7 @@ from graftlm.distributed.messages import StagePlan, WorkerMeasure
 from graftlm.distributed.partition import capacities, chain_work, explicit_spans, spans_of
 from graftlm.distributed.pipeline import PipelineExecutor
 from graftlm.distributed.probe import Probe
-from graftlm.distributed.ray_node import ALONE, LOOPBACK
+from graftlm.distributed.ray_node import ALONE, LOOPBACK, authentication, token_file
 from graftlm.distributed.replica_residency import ReplicaResidency
 from graftlm.distributed.replicated_model import ReplicatedModel
 from graftlm.distributed.shared_cache import plan_shared_cache
@@ -78,6 +79,11 @@ def _importing_ray(config: EngineConfig) -> Iterator[None]:
         # Ray reads it when it is imported. The node's address is 127.0.0.1 then, and nothing listens on any other.
         for name, value in ALONE.items():
             os.environ.setdefault(name, value)
+    if address is None and "ray" not in sys.modules:
+        token = token_file()
+        if token is None or token.exists():
+            # Ray would ask for it by itself, and print that it does.
+            os.environ.update(authentication())
     # Read at import too. Otherwise a call after the cluster has ended would connect to any other that it finds, and a
     # lost worker be replaced there.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")

@@ -21,7 +21,6 @@ from graftlm.engine.engine import Engine
 from graftlm.errors import (
     AdapterChanged,
     AdapterError,
-    AdapterUnsupported,
     ConfigurationError,
     EngineClosed,
     ModelNotFound,
@@ -288,12 +287,6 @@ def test_files_that_changed_meanwhile_are_refused_and_others_go_on(
         pipeline.llm.logits([1, 2, 3], adapter="copy")
     assert_nothing_is_held(pipeline, num_free_blocks)
     assert tokens(answers(pipeline.llm, ["late"])) == tokens(answers(local, ["late"]))
-
-
-def test_an_adapter_with_another_stack_of_layers_is_refused(base: Path, tmp_path: Path) -> None:
-    higher = make_adapter(base, tmp_path / "higher", layer_replication=[[0, 2], [1, 4]])
-    with pytest.raises(AdapterUnsupported, match=r"adapter higher: .*layer_replication is not supported where workers"):
-        open_pipeline(base, {"higher": higher})
 
 
 @pytest.mark.parametrize(

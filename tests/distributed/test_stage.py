@@ -42,7 +42,7 @@ def tokens(start: int = 0, block: int = 0) -> ScheduledSequence:
 
 
 def step(epoch: int, number: int, start: int = 0, **parts: Any) -> StageStep:
-    fields: dict[str, Any] = {"sequences": (tokens(start),), "is_first": True, **parts}
+    fields: dict[str, Any] = {"sequences": (tokens(start),), "after": None, **parts}
     return StageStep(key=StepKey(epoch=epoch, number=number), **fields)
 
 
@@ -111,4 +111,4 @@ def test_hidden_states_of_other_tokens_are_refused(base: Path, stage: Stage) -> 
     last = Stage(StagePlan(config=EngineConfig(model=base, workers=2), span=span, num_blocks=(4,)))
     last.begin(3)
     with pytest.raises(StepRefused, match="not of these tokens"):
-        last.step(step(3, 1, is_first=False, replays=(tokens(3),)), before)
+        last.step(step(3, 1, after=before.key, replays=(tokens(3),)), before)

@@ -45,7 +45,8 @@ class Adapter:
     virtual_token_ids: ids beyond every vocabulary that stand before its prompts (prompt tuning).
     cache_factor: how many times the base's memory in the KV cache a token takes: more than once if the adapter makes
         the stack of layers higher.
-    replicates_layers: whether it has other layers than the base.
+    replicates_layers: whether it has other layers than the base. most_repeats: how often the layer that it has most
+        often.
     parts: the adapters it is a weighted sum of, with their weights; empty for one that was loaded.
     text: its own tokenizer, chat template and end tokens, if it has any.
     created: unix seconds of loading.
@@ -71,6 +72,7 @@ class Adapter:
     virtual_token_ids: tuple[int, ...] = ()
     cache_factor: int = 1
     replicates_layers: bool = False
+    most_repeats: int = 1
 
     @property
     def dormant_digest(self) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -83,6 +84,7 @@ def load_adapter(
         virtual_token_ids=compiled.virtual_token_ids,
         cache_factor=1 if stack is None else -(-len(stack.layers) // len(base.sites.layer_paths)),
         replicates_layers=stack is not None,
+        most_repeats=1 if stack is None else max(Counter(stack.layers).values()),
         text=AdapterText() if texts is None else texts.read(files.weights_path.parent),
     )
     return LoadedAdapter(adapter=adapter, weights=weights)

@@ -112,15 +112,21 @@ class StepKey:
 
 @dataclass(frozen=True, kw_only=True)
 class StageStep:
-    """One step for one stage. is_first: of the stages; the others need what the one before gives.
+    """One step for one stage.
 
-    replays: computed besides the sequences, again, for what this stage has lost of them. recalled: of which it gives on
-    what it gave when it computed them, behind what it gives for the sequences; the next stage's `replays`.
+    after: the step whose result it goes on from: this one's, which the stage before gives, or where layers go back to
+        earlier stages the one before, which the last stage gives. None for the first stage, which embeds.
+    depths: which places of the stack of layers that the sequences' adapters have are computed now; None if these have
+        the decoder's own.
+    replays: computed besides the sequences, again, for what this stage has lost of them.
+    recalled: of which it gives on what it gave when it computed them, behind what it gives for the sequences; the next
+        stage's `replays`.
     """
 
     key: StepKey
     sequences: tuple[ScheduledSequence, ...]
-    is_first: bool
+    after: StepKey | None
+    depths: range | None = None
     replays: tuple[ScheduledSequence, ...] = ()
     recalled: tuple[ScheduledSequence, ...] = ()
 
@@ -143,7 +149,7 @@ class StageReport:
 class StageReply:
     """output: [T, E], T those of the sequences and of what was recalled, or of the last stage the logits, [N, V]; of
     ranks after the first nothing.
-    reports: of all stages up to this one."""
+    reports: of all stages up to this one, as often as the sequences came through."""
 
     key: StepKey
     output: PackedTensor

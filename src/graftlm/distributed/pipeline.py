@@ -14,9 +14,10 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from typing import TypeVar
 
 from torch import Tensor
@@ -33,8 +34,10 @@ from graftlm.distributed.messages import (
     StepKey,
 )
 from graftlm.distributed.span_balance import SpanBalance
+from graftlm.distributed.stack_passes import stack_passes
 from graftlm.distributed.stage import StepRefused
 from graftlm.distributed.worker import Call, Worker, WorkerLost, WorkerPool
+from graftlm.engine.batch_builder import by_layers
 from graftlm.engine.executor import (
     AdapterUnavailable,
     BetweenSteps,
@@ -43,6 +46,7 @@ from graftlm.engine.executor import (
     WorkerInfo,
     WorkerWork,
 )
+from graftlm.engine.logits import in_order
 from graftlm.engine.residency import Residency
 from graftlm.engine.scheduler import Replay, ScheduledSequence
 from graftlm.engine.stage_range import StageRange
@@ -56,6 +60,7 @@ LOAD_SECONDS = 900.0
 MAX_LOSSES_IN_A_ROW = 3
 
 _Answer = TypeVar("_Answer")
+_Item = TypeVar("_Item")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -85,22 +90,36 @@ class _Member:
 
 @dataclass(frozen=True, kw_only=True)
 class SentStep:
-    """calls: of the stages, in order. begun: when it was sent, in seconds of `time.monotonic`."""
+    """Sequences that run through the same layers. key: of the last pass through the stages. calls: of the stages, in
+    order, for each pass. begun: when it was sent, in seconds of `time.monotonic`. has_stack: whether the layers are
+    others than the decoder's own."""
 
     key: StepKey
     calls: tuple[Call[StageReply], ...]
     begun: float
+    has_stack: bool
 
 
 class PipelineStep:
-    """`StepInFlight` of a pipeline."""
+    """`StepInFlight` of a pipeline. sent, members: for each stack of layers what was sent, and which of the sequences
+    that was for. row_counts: how many logits each sequence wants."""
 
-    def __init__(self, pipeline: PipelineExecutor, sent: SentStep) -> None:
+    def __init__(
+        self,
+        pipeline: PipelineExecutor,
+        sent: Sequence[SentStep],
+        members: Sequence[Sequence[int]],
+        row_counts: Sequence[int],
+    ) -> None:
         self._pipeline = pipeline
         self._sent = sent
+        self._members = members
+        self._row_counts = row_counts
 
     def logits(self) -> Tensor:
-        return self._pipeline.finish(self._sent)
+        # The decoder's own layers last: after their step they may be shared out anew, and what is in flight is lost.
+        parts = [self._pipeline.finish(sent) for sent in reversed(self._sent)][::-1]
+        return parts[0] if len(parts) == 1 else in_order(parts, self._members, self._row_counts)
 
 
 class PipelineExecutor:
@@ -172,7 +191,20 @@ class PipelineExecutor:
                     self._ensure_adapter(self._residency.weights(digest).adapter)
         except WorkerLost as lost:
             raise CacheLost(str(lost)) from lost
-        return PipelineStep(self, self._send(tuple(sequences), replays))
+        groups = self._by_stack(sequences)
+        if replays:
+            groups.setdefault(None, [])
+        # What goes through the stages once need not wait for what goes back and forth.
+        stacks = sorted(groups, key=lambda layers: layers is not None)
+        sent = [
+            self._send(
+                tuple(sequences[index] for index in groups[layers]), () if layers is not None else replays, layers
+            )
+            for layers in stacks
+        ]
+        return PipelineStep(
+            self, sent, [groups[layers] for layers in stacks], [sequence.num_logits for sequence in sequences]
+        )
 
     def finish(self, sent: SentStep) -> Tensor:
         """The logits of a step, earlier ones having been asked for. As `StepInFlight.logits`."""
@@ -188,7 +220,9 @@ class PipelineExecutor:
             raise
         self._losses = 0
         self._note(reply, time.monotonic() - sent.begun)
-        self._rebalance(reply)
+        # How long a stage takes says how fast it is where every layer is computed once.
+        if not sent.has_stack:
+            self._rebalance(reply)
         return reply.output.unpack()
 
     def recover(self) -> StageRange | None:
@@ -397,38 +431,59 @@ class PipelineExecutor:
         for index, call in begun:
             self._answer(index, call)
 
-    def _send(self, sequences: tuple[ScheduledSequence, ...], replays: Sequence[Replay]) -> SentStep:
-        self._key = StepKey(epoch=self._key.epoch, number=self._key.number + 1)
+    def _by_stack(self, sequences: Sequence[ScheduledSequence]) -> dict[tuple[int, ...] | None, list[int]]:
+        """Which sequences run through which layers."""
+        digests = {sequence.adapter_digest for sequence in sequences}
+        adapters = {digest: self._residency.weights(digest).weights for digest in digests if digest is not None}
+        return by_layers(sequences, adapters)
+
+    def _send(
+        self, sequences: tuple[ScheduledSequence, ...], replays: Sequence[Replay], layers: tuple[int, ...] | None
+    ) -> SentStep:
+        """layers: that the sequences run through, if not the decoder's own. Each pass is a step to the stages."""
+        passes: tuple[tuple[range | None, ...], ...] = ((None,) * len(self._plans),)
+        if layers is not None:
+            passes = stack_passes(layers, [plan.span for plan in self._plans])
         calls: list[Call[StageReply]] = []
-        for index in range(len(self._plans)):
-            step = StageStep(
-                key=self._key,
-                sequences=sequences,
-                is_first=index == 0,
-                replays=_replayed_by(index, replays),
-                recalled=_replayed_by(index + 1, replays),
-            )
-            calls.append(self._members[index].worker.step(step, calls[-1].promise if calls else None))
-        return SentStep(key=self._key, calls=tuple(calls), begun=time.monotonic())
+        after: StepKey | None = None
+        begun = time.monotonic()
+        for stages in passes:
+            self._key = StepKey(epoch=self._key.epoch, number=self._key.number + 1)
+            for index, depths in enumerate(stages):
+                step = StageStep(
+                    key=self._key,
+                    sequences=sequences,
+                    after=after,
+                    depths=depths,
+                    replays=_replayed_by(index, replays),
+                    recalled=_replayed_by(index + 1, replays),
+                )
+                calls.append(self._members[index].worker.step(step, calls[-1].promise if calls else None))
+                after = self._key
+        return SentStep(key=self._key, calls=tuple(calls), begun=begun, has_stack=layers is not None)
 
     def _answer_of_all(self, sent: SentStep) -> StageReply:
         """What the last stage replied, once none of them is at it any more."""
-        for index, call in enumerate(sent.calls):
+        for index, call in self._by_stage(sent.calls):
             self._or_lose(index, partial(call.wait, self._patience_seconds))
         try:
             return sent.calls[-1].result(self._patience_seconds)
         except Exception:
             # Whatever went wrong in one of them came down to the last.
-            for index, call in enumerate(sent.calls):
+            for index, call in self._by_stage(sent.calls):
                 self._answer(index, call)
             raise
 
     def _note(self, reply: StageReply, seconds: float) -> None:
         """Count a step that was answered so long after it was sent."""
-        for index, report in enumerate(reply.reports):
+        for number, (index, report) in enumerate(self._by_stage(reply.reports)):
             # What went by before this stage began, at most: it waited for this step no longer than that.
-            before = seconds - sum(later.compute_seconds for later in reply.reports[index:])
+            before = seconds - sum(later.compute_seconds for later in reply.reports[number:])
             self._members[index].note(report, max(0.0, min(report.waited_seconds, before)))
+
+    def _by_stage(self, items: Iterable[_Item]) -> Iterator[tuple[int, _Item]]:
+        """Beside what came from the stages, in one or more passes, the stages' indices."""
+        return zip(cycle(range(len(self._plans))), items, strict=False)
 
     def _answer(self, index: int, call: Call[_Answer], patience_seconds: float | None = None) -> _Answer:
         """A worker's answer; without one it is given up."""

@@ -35,7 +35,7 @@ from graftlm.engine.span_runner import SpanRunner
 from graftlm.errors import AdapterError, GraftError
 from graftlm.kernels.registry import choose_kernels
 from graftlm.layers.collective import Collective
-from graftlm.layers.patch import ModelPatch, PrefixPatch
+from graftlm.layers.patch import LayerStack, ModelPatch, PrefixPatch
 from graftlm.models.base_weights import BaseWeights, CheckpointWeights, DecoderWeights
 from graftlm.models.build import build_span
 from graftlm.models.cache_layout import cache_windows, farthest_group
@@ -156,7 +156,7 @@ class Stage:
         expected = StepKey(epoch=self._last.epoch, number=self._last.number + 1)
         if step.key != expected:
             raise StepRefused("this step does not follow the last one", got=step.key, allowed=str(expected))
-        if (before is None) != step.is_first or (before is not None and before.key != step.key):
+        if (None if before is None else before.key) != step.after:
             raise StepRefused("this is not what the stage before gave", got=None if before is None else before.key)
         began = time.perf_counter()
         hidden = None if before is None else before.output
@@ -203,10 +203,11 @@ class Stage:
             )
         output = torch.empty(0, self._width, dtype=self._span.dtype)
         if sequences:
-            output = self._runner.run(sequences, self._adapters, hidden)
+            output = self._runner.run(sequences, self._adapters, hidden, step.depths)
         if not self._is_first_rank:
             return output[:0]
-        if self._journal is None:
+        # Of layers that are computed in several goes there is no one row to keep for each token.
+        if self._journal is None or step.depths is not None:
             if step.recalled:
                 raise StepRefused("what this stage gave was not kept")
             return output
@@ -244,8 +245,13 @@ class Stage:
             embedding=None if span.embedding is None else patch.embedding,
             head=None if span.output is None else patch.head,
             prefix=None if patch.prefix is None else self._own_prefix(patch.prefix),
+            stack=None if patch.stack is None else self._own_stack(patch.stack),
         )
         return own if self._shard is None else self._shard.cut(own)
+
+    def _own_stack(self, stack: LayerStack) -> LayerStack:
+        """At the depths of other spans' layers it does nothing."""
+        return LayerStack(layers=stack.layers, patches=tuple(self._own_patch(patch) for patch in stack.patches))
 
     def _patch_shard(self, span: LayerSpan, collective: Collective) -> PatchShard:
         family, spec = read_spec(self._checkpoint)

@@ -24,12 +24,14 @@ def build_batch(
     adapters: Mapping[str, AdapterWeights],
     *,
     device: torch.device,
+    depths: range | None = None,
 ) -> RaggedBatch:
     """Pack the sequences one after the other.
 
     Args:
         sequences: those of one adapter next to each other; all of them run through the same layers.
         adapters: by digest.
+        depths: as in `RaggedBatch`.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -50,16 +52,19 @@ def build_batch(
         logit_rows=_int64(logit_rows, device),
         # While all decode, the rows are the same, and what is found out of the adapters' is found out once.
         logit_segments=segments if num_logits == num_tokens else _segments(sequences, adapters, num_logits),
-        layers=layers_of(sequences[0], adapters),
+        layers=_layers_of(sequences[0], adapters),
+        depths=depths,
     )
 
 
-def layers_of(sequence: ScheduledSequence, adapters: Mapping[str, AdapterWeights]) -> tuple[int, ...] | None:
-    """The layers that a sequence runs through, as in `RaggedBatch`."""
-    if sequence.adapter_digest is None:
-        return None
-    stack = adapters[sequence.adapter_digest].patch.stack
-    return None if stack is None else stack.layers
+def by_layers(
+    sequences: Sequence[ScheduledSequence], adapters: Mapping[str, AdapterWeights]
+) -> dict[tuple[int, ...] | None, list[int]]:
+    """Which of the sequences run through which layers, as in `RaggedBatch`."""
+    groups: dict[tuple[int, ...] | None, list[int]] = {}
+    for index, sequence in enumerate(sequences):
+        groups.setdefault(_layers_of(sequence, adapters), []).append(index)
+    return groups
 
 
 def build_key_values(
@@ -80,6 +85,14 @@ def slots_of(sequences: Sequence[ScheduledSequence], index: int, block_size: int
         for sequence in sequences
         for position in range(sequence.start, sequence.stop)
     ]
+
+
+def _layers_of(sequence: ScheduledSequence, adapters: Mapping[str, AdapterWeights]) -> tuple[int, ...] | None:
+    """The layers that a sequence runs through, as in `RaggedBatch`."""
+    if sequence.adapter_digest is None:
+        return None
+    stack = adapters[sequence.adapter_digest].patch.stack
+    return None if stack is None else stack.layers
 
 
 def _group(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -37,7 +38,7 @@ from graftlm.engine.runner import ComputableModel, JobRunner
 from graftlm.engine.sampling_params import SamplingParams
 from graftlm.engine.served_model import serve_here
 from graftlm.engine.tenant import Tenant
-from graftlm.errors import AdapterError, AdapterMemoryExceeded, AdapterUnsupported, ConfigurationError, ModelNotFound
+from graftlm.errors import AdapterError, AdapterMemoryExceeded, ConfigurationError, ModelNotFound
 from graftlm.models.heap import trim_heap
 from graftlm.text import Tokenizer
 
@@ -263,8 +264,8 @@ class Engine:
             round_factors=self.config.rounds_factors,
             texts=self._texts,
         )
+        loaded = self._placed(loaded)
         self._check_fits(loaded.adapter)
-        self._check_layers(loaded.adapter)
         self.metrics.loaded(name, time.perf_counter() - begun)
         return loaded
 
@@ -317,12 +318,12 @@ class Engine:
         finally:
             self._residency.unpin(part.digest)
 
-    def _check_layers(self, adapter: Adapter) -> None:
-        if adapter.replicates_layers and not self._has_all_layers:
-            raise AdapterUnsupported(
-                "adapter_config.json: layer_replication is not supported where workers share the layers out",
-                do="serve it without workers",
-            )
+    def _placed(self, loaded: LoadedAdapter) -> LoadedAdapter:
+        """Where workers share the layers out, however that is, each has room in its cache for its own layers alone."""
+        adapter = loaded.adapter
+        if self._has_all_layers or not adapter.replicates_layers:
+            return loaded
+        return replace(loaded, adapter=replace(adapter, cache_factor=adapter.most_repeats))
 
     def tokenizer_of(self, adapter: str | None) -> Tokenizer:
         """The tokenizer that serves an adapter, or the base, whose tokenizer serves weighted sums too.

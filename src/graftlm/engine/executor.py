@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from graftlm.adapters import LoadedAdapter
-from graftlm.engine.batch_builder import layers_of
+from graftlm.engine.batch_builder import by_layers
 from graftlm.engine.logits import in_order
 from graftlm.engine.residency import Residency
 from graftlm.engine.scheduler import Replay, ScheduledSequence
@@ -224,9 +224,7 @@ class LocalExecutor:
     def _compute(self, sequences: Sequence[ScheduledSequence]) -> Tensor:
         digests = {sequence.adapter_digest for sequence in sequences}
         adapters = {digest: self._residency.weights(digest).weights for digest in digests if digest is not None}
-        groups: dict[tuple[int, ...] | None, list[int]] = {}
-        for index, sequence in enumerate(sequences):
-            groups.setdefault(layers_of(sequence, adapters), []).append(index)
+        groups = by_layers(sequences, adapters)
         if len(groups) == 1:
             return self._runner.run(sequences, adapters)
         logits = [self._runner.run([sequences[index] for index in group], adapters) for group in groups.values()]

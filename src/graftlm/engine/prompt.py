@@ -141,6 +141,7 @@ class PromptChecker:
                 tenant=tenant.name,
                 cache_salt=tenant.cache_salt,
                 cache_factor=1 if adapter is None else adapter.cache_factor,
+                replicates_layers=adapter is not None and adapter.replicates_layers,
                 active_from=start,
                 dormant_digest=None if adapter is None else adapter.dormant_digest,
                 num_virtual_tokens=len(virtual),

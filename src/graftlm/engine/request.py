@@ -29,6 +29,7 @@ class Request:
     arrival: its number in the order in which requests came to the scheduler.
     cache_factor: block tables it needs for each cache group: more than one where the adapter has more layers than the
         base.
+    replicates_layers: whether the adapter has other layers than the base: no part of them alone can be computed again.
     active_from: position from which the adapter is active: 0 but for an activated LoRA. dormant_digest: whose weights
         compute what is before it; None is the base.
     stop_token_ids: ids that end it, the model's own end tokens included.
@@ -57,6 +58,7 @@ class Request:
     cache_salt: str = ""
     arrival: int = 0
     cache_factor: int = 1
+    replicates_layers: bool = False
     active_from: int = 0
     dormant_digest: str | None = None
     num_virtual_tokens: int = 0

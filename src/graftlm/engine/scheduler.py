@@ -244,12 +244,13 @@ class Scheduler:
         """Note that stages have lost what they had in the cache, and that no step is in flight.
 
         Running requests are replayed there, and what they hold is known again as far as that has got; the rest of the
-        prefix cache is forgotten. If all stages have lost it, or some of a request's blocks were given back, its
-        tokens are all there is to go by: it is computed anew, by all stages.
+        prefix cache is forgotten. If all stages have lost it, or some of a request's blocks were given back, or its
+        adapter has layers of its own order, its tokens are all there is to go by: it is computed anew, by all stages.
         """
         for request in reversed(list(self._running.values())):
             lost_by = stages.union(request.lost_by)
-            if lost_by.is_everything or any(table.num_dropped for table in request.block_tables):
+            is_whole = not request.replicates_layers and not any(table.num_dropped for table in request.block_tables)
+            if lost_by.is_everything or not is_whole:
                 self._preempt(request)
             elif request.num_computed_tokens > 0:
                 request.lost_by, request.num_replayed_tokens = lost_by, 0

@@ -36,6 +36,7 @@ class SpanRunner:
         sequences: Sequence[ScheduledSequence],
         adapters: Mapping[str, AdapterWeights],
         hidden: Tensor | None = None,
+        depths: range | None = None,
     ) -> Tensor:
         """Compute the sequences' tokens.
 
@@ -43,18 +44,23 @@ class SpanRunner:
             sequences: all of them run through the same layers.
             adapters: of the sequences, by digest.
             hidden: what the span before gives, [T, E]; the first span needs none.
+            depths: as in `RaggedBatch`.
 
         Returns: as `DecoderSpan`; rows are in the sequences' order.
         """
+        span = self._span
+        with using(self._kernels):
+            batch = build_batch(sequences, adapters, device=span.device, depths=depths)
+            if not span.was_passed(batch):
+                self._clear_begun(sequences)
+            key_values = build_key_values(sequences, self._cache, windows=span.windows, device=span.device)
+            return span(batch, key_values, hidden)
+
+    def _clear_begun(self, sequences: Sequence[ScheduledSequence]) -> None:
         num_groups = len(self._span.windows)
         for table in range(len(sequences[0].block_tables)):
             if begun := [block for sequence in sequences if (block := self._begun_block(sequence, table)) is not None]:
                 self._cache.clear(table % num_groups, begun)
-        span = self._span
-        with using(self._kernels):
-            batch = build_batch(sequences, adapters, device=span.device)
-            key_values = build_key_values(sequences, self._cache, windows=span.windows, device=span.device)
-            return span(batch, key_values, hidden)
 
     def _begun_block(self, sequence: ScheduledSequence, table: int) -> int | None:
         """The block of a table that this step begins and does not fill. Its other slots are attended, masked, before

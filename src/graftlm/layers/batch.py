@@ -21,6 +21,8 @@ class RaggedBatch:
     logit_rows: [N] int64, the rows whose logits are wanted, ascending.
     logit_segments: the same adapters over those N rows.
     layers: those that all sequences run through, in this order, if they are not the decoder's, each once.
+    depths: which of those places are computed now; None for all. They are all of the span's, or the layers go back and
+        forth between spans.
     """
 
     token_ids: Tensor
@@ -31,3 +33,9 @@ class RaggedBatch:
     logit_rows: Tensor
     logit_segments: Segments
     layers: tuple[int, ...] | None = None
+    depths: range | None = None
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether no layers are left after those that are computed now."""
+        return self.layers is None or self.depths is None or self.depths.stop == len(self.layers)

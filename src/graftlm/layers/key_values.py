@@ -69,8 +69,8 @@ class PagedKeyValues:
 class DepthKeyValues:
     """Those of one depth of a stack of other layers than the decoder's.
 
-    The cache has layers for the decoder's own number of them. A stack that is higher fills them over again, from other
-    blocks: where all layers are of one group, its sequences have a block table for each time.
+    The cache has layers for the span's own number of them. A stack that has more there fills them over again, from
+    other blocks: where all layers are of one group, its sequences have a block table for each time.
 
     layer: of the cache. table: which of the sequences' block tables.
     """

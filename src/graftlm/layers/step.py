@@ -25,12 +25,13 @@ class DecoderStep:
     angles: Mapping[RotaryEmbedding, Angles]
     layer_inputs: Mapping[int, Tensor] = field(default_factory=dict)
 
-    def at_depth(self, depth: int, *, num_layers: int) -> DecoderStep:
-        """The step as a layer sees it that stands at `depth` in the adapters' stack, over a decoder of `num_layers`."""
+    def at_depth(self, depth: int, *, place: int, num_layers: int) -> DecoderStep:
+        """The step as a layer sees it that stands at `depth` in the adapters' stack: the place-th there of a span that
+        has `num_layers`."""
         segments = Segments(
             Segment(start=segment.start, stop=segment.stop, patch=segment.patch.stack.patches[depth])
             for segment in self.batch.segments
             if segment.patch.stack is not None
         )
-        key_values = DepthKeyValues(key_values=self.key_values, layer=depth % num_layers, table=depth // num_layers)
+        key_values = DepthKeyValues(key_values=self.key_values, layer=place % num_layers, table=place // num_layers)
         return replace(self, batch=replace(self.batch, segments=segments), key_values=key_values)

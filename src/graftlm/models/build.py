@@ -225,6 +225,7 @@ class _Builder:
         layer_inputs = self._layer_inputs(whole)
         blocks = self._blocks(whole)
         return Decoder(
+            first_layer=0,
             embedding=embedding,
             layer_inputs=layer_inputs,
             output=self._output(head_weight),
@@ -247,6 +248,7 @@ class _Builder:
         layer_inputs = self._layer_inputs(span)
         blocks = self._blocks(span)
         return DecoderSpan(
+            first_layer=span.start,
             embedding=embedding,
             layer_inputs=layer_inputs,
             output=None if head_weight is None else self._output(head_weight),

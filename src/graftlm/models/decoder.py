@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,7 @@ class OutputLayers:
 class DecoderSpan:
     """Consecutive layers of a decoder, over ragged batches.
 
+    first_layer: its first block's index in the decoder.
     embedding: of the span that begins with the first layer. output: of the span that ends with the last.
     layer_inputs: of its own layers, where layers have inputs of their own. They are made of the embedded tokens, which
         then go from span to span beside the hidden state.
@@ -58,6 +59,7 @@ class DecoderSpan:
     windows: how far back each cache group of the whole decoder sees; None for all the way.
     """
 
+    first_layer: int
     embedding: InputEmbedding | None
     rotary: tuple[RotaryEmbedding, ...]
     layer_inputs: LayerInputs | None
@@ -78,25 +80,25 @@ class DecoderSpan:
         """Compute a batch.
 
         Args:
-            hidden: what the span before gives; the first span needs none.
+            hidden: what the span before gives; the first span needs none, unless the batch comes back to it.
 
         Returns: what the last layer gives, [T, E], or with layer inputs, beside the embedded tokens, [T, 2E]; of the
-            last span the logits of the rows that want them, [N, V], V the largest vocabulary among them. All are in the
-            model's dtype.
+            last span, with the last of the batch's layers, the logits of the rows that want them, [N, V], V the largest
+            vocabulary among them. All are in the model's dtype.
         """
         hidden, embedded = self._enter(batch, hidden)
         hidden = self._run(batch, key_values, hidden, embedded, run_block)
-        if self.output is not None:
+        if self.output is not None and batch.reaches_end:
             return self.output(hidden.index_select(0, batch.logit_rows), batch.logit_segments)
         return hidden if self.layer_inputs is None else torch.cat([hidden, embedded], dim=1)
 
     def _enter(self, batch: RaggedBatch, before: Tensor | None) -> tuple[Tensor, Tensor]:
         """What its first layer sees, and the embedded tokens, where they are needed. before: of the span before."""
-        if self.embedding is not None:
+        if before is None:
+            if self.embedding is None:
+                raise ValueError("without an embedding it takes the output of the span before")
             embedded = self.embedding(batch)
             return embedded, embedded
-        if before is None:
-            raise ValueError("without an embedding it takes the output of the span before")
         if self.layer_inputs is None:
             return before, before
         hidden, embedded = before.chunk(2, dim=1)
@@ -112,9 +114,21 @@ class DecoderSpan:
             for block in self.blocks:
                 hidden = run(block, hidden, step)
             return hidden
-        for depth, layer in enumerate(batch.layers):
-            hidden = run(self.blocks[layer], hidden, step.at_depth(depth, num_layers=len(self.blocks)))
+        for place, depth in enumerate(self._own_depths(batch.layers)):
+            if batch.depths is None or depth in batch.depths:
+                block = self.blocks[batch.layers[depth] - self.first_layer]
+                hidden = run(block, hidden, step.at_depth(depth, place=place, num_layers=len(self.blocks)))
         return hidden
+
+    def was_passed(self, batch: RaggedBatch) -> bool:
+        """Whether some of its layers were computed for the batch before it came back now."""
+        if batch.layers is None or batch.depths is None:
+            return False
+        return any(depth < batch.depths.start for depth in self._own_depths(batch.layers))
+
+    def _own_depths(self, layers: Sequence[int]) -> list[int]:
+        own = range(self.first_layer, self.first_layer + len(self.blocks))
+        return [depth for depth, layer in enumerate(layers) if layer in own]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

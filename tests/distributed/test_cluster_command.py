@@ -145,7 +145,7 @@ def test_draining_a_worker_under_traffic_costs_no_token(live: LiveServer, local:
     assert (status["num_moves"], status["num_lost_workers"]) == (1, 0)
     assert "graft_worker_moves_total 1.0" in live.http.get("/metrics").text
     unknown = run("drain", victim["id"], "--url", live.url)
-    assert (unknown.exit_code, "no worker and no node with layers has this id" in unknown.stderr) == (2, True)
+    assert (unknown.exit_code, "no worker and no node has this id" in unknown.stderr) == (2, True)
     node = run("drain", victim["node"][:12], "--url", live.url)
     assert (node.exit_code, "there is no other node" in node.stderr) == (2, True)
     assert live.text(**body) == expected

@@ -2,13 +2,15 @@
 //
 // Keys are taken in tiles of 64 that begin at multiples of 64 in the sequence, with a softmax that is corrected from
 // tile to tile. What a position reads and in which order is therefore its own: chunks, neighbours and cached prefixes
-// change nothing. A single new position is attended head by head; several share each key they read, a position and
-// head per lane, or per row of a tile.
+// change nothing. A single new position is attended with all heads at once; several share each key they read, a
+// position and head per lane, or per row of a tile.
 // Sources: PagedAttention, arXiv 2309.06180; the running softmax, arXiv 1805.02867.
+#include <atomic>
 #include <type_traits>
 #include <vector>
 
 #include "attention.h"
+#include "attention_position.h"
 #include "attention_tiles.h"
 #include "graft.h"
 #include "parallel.h"
@@ -19,168 +21,6 @@
 
 namespace graft {
 namespace {
-
-// Heads that share each key they read.
-constexpr int kGroup = 4;
-
-// values: a whole tile.
-float largest(const float *values) {
-    Vec best = load(values);
-    for (int64_t index = kLanes; index < kTile; index += kLanes) best = max(best, load(values + index));
-    float lanes[kLanes], top;
-    store(lanes, best);
-    top = lanes[0];
-    for (int lane = 1; lane < kLanes; lane++) top = std::max(top, lanes[lane]);
-    return top;
-}
-
-// ---- one position
-
-// Rows of one KV head lie apart from each other: the processor does not guess the next one.
-constexpr int64_t kAhead = 8;
-
-template <typename T> void fetch(const T *row, int64_t dim) {
-    constexpr int64_t kLine = 64 / sizeof(T);
-    for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(row + d);
-}
-
-// The head's query as the products below read it.
-template <typename T> struct Queries {
-    typedef float Element;
-};
-#if defined(__AVX512BF16__)
-template <> struct Queries<bf16> {
-    typedef bf16 Element;
-};
-#endif
-
-template <int G, typename T> void dot(float (&out)[G], const float *queries, const T *key, int64_t padded, int64_t dim) {
-    Vec total[G] = {};
-    for (int64_t d = 0; d < dim; d += kLanes) {
-        Vec part = load_some(key + d, int(std::min<int64_t>(dim - d, kLanes)));
-        for (int g = 0; g < G; g++) total[g] += part * load(queries + g * padded + d);
-    }
-    for (int g = 0; g < G; g++) out[g] = sum(total[g]);
-}
-
-#if defined(__AVX512BF16__)
-// Products of bfloat16 are exact in float32, so both kinds of dot product differ in the order of the sum alone.
-template <int G> void dot(float (&out)[G], const bf16 *queries, const bf16 *key, int64_t padded, int64_t dim) {
-    __m512 total[G] = {};
-    for (int64_t d = 0; d < dim; d += 2 * kLanes) {
-        int64_t left = dim - d;
-        __mmask32 some = left >= 2 * kLanes ? ~0u : (1u << left) - 1;
-        __m512bh part = (__m512bh)_mm512_maskz_loadu_epi16(some, key + d);
-        for (int g = 0; g < G; g++)
-            total[g] = _mm512_dpbf16_ps(total[g], (__m512bh)_mm512_loadu_si512(queries + g * padded + d), part);
-    }
-    for (int g = 0; g < G; g++) out[g] = sum((Vec)total[g]);
-}
-#endif
-
-// totals[g][...] += weights[g][i] * rows[i][...], for V vectors of columns from `d` on.
-template <int G, int V, typename T>
-void add_values(float *totals, const float *weights, const T *const *rows, int64_t count, int64_t padded, int64_t d,
-                int64_t dim) {
-    Vec total[G][V];
-    for (int g = 0; g < G; g++)
-        for (int v = 0; v < V; v++) total[g][v] = load(totals + g * padded + d + v * kLanes);
-    int some = int(std::min<int64_t>(dim - d - (V - 1) * kLanes, kLanes));
-    for (int64_t index = 0; index < count; index++)
-        for (int v = 0; v < V; v++) {
-            const T *from = rows[index] + d + v * kLanes;
-            Vec part = v < V - 1 ? load(from) : load_some(from, some);
-            for (int g = 0; g < G; g++) total[g][v] += part * weights[g * kTile + index];
-        }
-    for (int g = 0; g < G; g++)
-        for (int v = 0; v < V; v++) store(totals + g * padded + d + v * kLanes, total[g][v]);
-}
-
-template <typename T, int G>
-void attend_position(T *out, const T *query, const Cache<T> &cache, const Scores &scores, int64_t position,
-                     int64_t head, int64_t origin) {
-    const Shape &shape = cache.shape;
-    typedef typename Queries<T>::Element Element;
-    int64_t padded = (shape.head_dim + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
-    std::vector<float> scratch(size_t(2 * G * padded + G * kTile));
-    float *totals = scratch.data(), *weights = totals + G * padded;
-    auto *queries = reinterpret_cast<Element *>(weights + G * kTile);
-    for (int g = 0; g < G; g++)
-        for (int64_t d = 0; d < shape.head_dim; d++)
-            queries[g * padded + d] = narrow<Element>(widen(query[g * shape.query_head_stride + d]));
-    const T *keys[kTile], *values[kTile];
-    float highest[G], mass[G];
-    for (int g = 0; g < G; g++) {
-        highest[g] = scores.sinks ? scores.sinks[head + g] : -__builtin_inff();
-        mass[g] = scores.sinks ? 1.0f : 0.0f;
-    }
-    int64_t oldest = oldest_seen(position, shape.window);
-    for (int64_t start = oldest / kTile * kTile; start <= position; start += kTile) {
-        int64_t first = std::max(start, oldest), stop = std::min(position + 1, start + kTile);
-        int64_t count = stop - first;
-        cache.find(keys, values, first, stop);
-        for (int64_t index = 0; index < count; index++) {
-            float products[G];
-            fetch(keys[std::min(index + kAhead, count - 1)], shape.head_dim);
-            fetch(values[index], shape.head_dim);
-            dot<G>(products, queries, keys[index], padded, shape.head_dim);
-            for (int g = 0; g < G; g++) weights[g * kTile + index] = products[g];
-        }
-        for (int g = 0; g < G; g++) {
-            float *row = weights + g * kTile;
-            for (int64_t index = 0; index < count; index += kLanes) {
-                Vec score = capped(scores, load(row + index));
-                if (scores.slopes)
-                    score += alibi<T>(scores, splat(scores.slopes[head + g]),
-                                      lane_numbers() + float(first + index - origin));
-                store(row + index, score);
-            }
-            std::fill(row + count, row + kTile, -__builtin_inff());
-            float top = std::max(highest[g], largest(row));
-            float correction = top == highest[g] ? 1.0f : exp(splat(highest[g] - top))[0];
-            highest[g] = top;
-            Vec total{};
-            for (int64_t index = 0; index < kTile; index += kLanes) {
-                Vec weight = exp(load(row + index) - top);
-                store(row + index, weight);
-                total += weight;
-            }
-            mass[g] = mass[g] * correction + sum(total);
-            float *sums = totals + g * padded;
-            if (correction != 1.0f)
-                for (int64_t d = 0; d < padded; d += kLanes) store(sums + d, load(sums + d) * correction);
-        }
-        int64_t d = 0;
-        for (; d + 4 * kLanes <= shape.head_dim; d += 4 * kLanes)
-            add_values<G, 4>(totals, weights, values, count, padded, d, shape.head_dim);
-        for (; d < shape.head_dim; d += kLanes)
-            add_values<G, 1>(totals, weights, values, count, padded, d, shape.head_dim);
-    }
-    for (int g = 0; g < G; g++)
-        for (int64_t d = 0; d < shape.head_dim; d += kLanes)
-            store_some(out + g * shape.head_dim + d, load(totals + g * padded + d) / mass[g],
-                       int(std::min<int64_t>(shape.head_dim - d, kLanes)));
-}
-
-template <typename T>
-void attend_heads(T *out, const T *query, const Cache<T> &cache, const Scores &scores, int64_t position,
-                  int64_t origin) {
-    const Shape &shape = cache.shape;
-    int64_t group = shape.heads / shape.kv_heads, begin = cache.kv_head * group;
-    int64_t g = 0;
-    auto at = [&](auto heads) {
-        attend_position<T, decltype(heads)::value>(out + (begin + g) * shape.head_dim,
-                                                   query + (begin + g) * shape.query_head_stride, cache, scores,
-                                                   position, begin + g, origin);
-        g += decltype(heads)::value;
-    };
-    while (g + kGroup <= group) at(std::integral_constant<int, kGroup>{});
-    while (g + 3 <= group) at(std::integral_constant<int, 3>{});
-    while (g + 2 <= group) at(std::integral_constant<int, 2>{});
-    while (g < group) at(std::integral_constant<int, 1>{});
-}
-
-// ---- several positions
 
 // A row of keys or values as float32.
 inline const float *widened(float *scratch, const bf16 *row, int64_t dim) {
@@ -346,11 +186,9 @@ void attend_lanes(T *out, const T *query, const Cache<T> &cache, const Scores &s
     }
 }
 
-// ---- sharing out
-
-// One KV head of a sequence, and which of its (query, head) pairs.
+// Some KV heads of a sequence; of one alone, which of its (query, head) pairs.
 struct Item {
-    int64_t sequence, kv_head, pair, count;
+    int64_t sequence, kv_head, kv_heads, pair, count;
 };
 
 // Pairs of several positions, as this level attends them best.
@@ -387,47 +225,91 @@ template <typename T> class Pairs {
 #endif
 };
 
-template <typename T>
-void attention(T *out, const T *query, const T *keys, const T *values, const Sequence *sequences,
-               int64_t num_sequences, const Shape &shape, const Scores &scores, bool by_position, int threads) {
-    int64_t group = shape.heads / shape.kv_heads, work = 0;
+// How many KV heads of a position make an item: all, but for that every thread is to have a few.
+inline int64_t kv_heads_together(int64_t positions, int64_t kv_heads, int team) {
+    constexpr int64_t kItems = 4;
+    int64_t parts = std::min(kv_heads, (kItems * team + positions - 1) / std::max<int64_t>(positions, 1));
+    return team > 1 ? (kv_heads + parts - 1) / parts : kv_heads;
+}
+
+template <int DIM, typename T>
+void attention_of(T *out, const T *query, const T *keys, const T *values, const Sequence *sequences,
+                  int64_t num_sequences, const Shape &shape, const Scores &scores, bool by_position, int threads) {
+    int64_t group = shape.heads / shape.kv_heads, work = 0, positions = 0;
+    for (int64_t s = 0; s < num_sequences; s++) {
+        work += sequences[s].query_len * shape.heads * sequences[s].total_len * shape.head_dim;
+        positions += sequences[s].query_len == 1;
+    }
+    int team = threads_for(work, threads);
+    int64_t together = kv_heads_together(positions, shape.kv_heads, team);
     std::vector<Item> items;
     for (int64_t s = 0; s < num_sequences; s++) {
         int64_t pairs = sequences[s].query_len * group;
-        work += pairs * shape.kv_heads * sequences[s].total_len * shape.head_dim;
+        if (pairs == group) continue;
         for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head++) {
-            if (sequences[s].query_len == 1) {
-                items.push_back({s, kv_head, 0, group});
-                continue;
-            }
             // The last pairs read the most keys; a thread that takes them first ends with the rest.
             int64_t step = by_position ? group * 4 : Pairs<T>::together(pairs);
             for (int64_t pair = (pairs - 1) / step * step; pair >= 0; pair -= step)
-                items.push_back({s, kv_head, pair, std::min(step, pairs - pair)});
+                items.push_back({s, kv_head, 1, pair, std::min(step, pairs - pair)});
         }
     }
-    int team = threads_for(work, threads);
+    for (int64_t s = 0; s < num_sequences; s++) {
+        if (sequences[s].query_len > 1) continue;
+        for (int64_t kv_head = 0; kv_head < shape.kv_heads; kv_head += together)
+            items.push_back({s, kv_head, std::min(together, shape.kv_heads - kv_head), 0, group});
+    }
+    // A thread takes the next item before it begins with the last one it took: it fetches its first keys meanwhile.
+    std::atomic<size_t> taken{0};
 #pragma omp parallel num_threads(team) if (team > 1)
     {
+        typedef PositionAttention<T, DIM> Position;
         Pairs<T> pairs;
-#pragma omp for schedule(dynamic, 1)
-        for (size_t index = 0; index < items.size(); index++) {
-            const Item &item = items[index];
+        Position position;
+        auto rows = [&](const Item &item) { return out + sequences[item.sequence].row * shape.heads * shape.head_dim; };
+        auto queries = [&](const Item &item) { return query + sequences[item.sequence].row * shape.query_row_stride; };
+        auto cache = [&](const Item &item) {
+            return Cache<T>{keys, values, shape, sequences[item.sequence], item.kv_head};
+        };
+        // The n-th query of the item's sequence.
+        auto at = [&](const Item &item, int64_t n) {
             const Sequence &sequence = sequences[item.sequence];
-            Cache<T> cache{keys, values, shape, sequence, item.kv_head};
-            T *rows = out + sequence.row * shape.heads * shape.head_dim;
-            const T *queries = query + sequence.row * shape.query_row_stride;
-            int64_t origin = sequence.first_block * shape.block_size;
-            if (sequence.query_len == 1 || by_position) {
-                int64_t base = sequence.total_len - sequence.query_len;
-                for (int64_t q = item.pair / group; q < (item.pair + item.count) / group; q++)
-                    attend_heads(rows + q * shape.heads * shape.head_dim, queries + q * shape.query_row_stride, cache,
-                                 scores, base + q, origin);
-                continue;
+            return typename Position::Item{rows(item) + n * shape.heads * shape.head_dim,
+                                           queries(item) + n * shape.query_row_stride,
+                                           cache(item),
+                                           item.kv_heads,
+                                           sequence.total_len - sequence.query_len + n,
+                                           sequence.first_block * shape.block_size};
+        };
+        size_t index = taken++;
+        while (index < items.size()) {
+            const Item &item = items[index];
+            index = taken++;
+            const Sequence &sequence = sequences[item.sequence];
+            if (sequence.query_len == 1) {
+                if (index < items.size()) {
+                    auto next = at(items[index], 0);
+                    position.attend(at(item, 0), &next, scores);
+                } else {
+                    position.attend(at(item, 0), nullptr, scores);
+                }
+            } else if (by_position) {
+                for (int64_t n = item.pair / group; n < (item.pair + item.count) / group; n++)
+                    position.attend(at(item, n), nullptr, scores);
+            } else {
+                pairs.attend(rows(item), queries(item), cache(item), scores, item.pair, item.count,
+                             sequence.first_block * shape.block_size);
             }
-            pairs.attend(rows, queries, cache, scores, item.pair, item.count, origin);
         }
     }
+}
+
+template <typename T, typename... Rest>
+void attention(T *out, const T *query, const T *keys, const T *values, const Sequence *sequences,
+               int64_t num_sequences, const Shape &shape, const Rest &...rest) {
+    auto *of = shape.head_dim == 64    ? attention_of<64, T>
+               : shape.head_dim == 128 ? attention_of<128, T>
+                                       : attention_of<0, T>;
+    of(out, query, keys, values, sequences, num_sequences, shape, rest...);
 }
 
 }  // namespace

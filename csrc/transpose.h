@@ -20,4 +20,19 @@ template <int D = kLanes / 2> void transpose(Vec (&rows)[kLanes]) {
     if constexpr (D > 1) transpose<D / 2>(rows);
 }
 
+// Sums of lanes of N vectors that are D apart in a square of them: the whole square gives lane by lane the sum of each.
+template <int D, int N> Vec folded(Vec (&rows)[N]) {
+    constexpr int kHalf = N / 2;
+    if constexpr (N == 1) {
+        return rows[0];
+    } else {
+        Vec halves[kHalf];
+        for (int row = 0; row < kHalf; row++) {
+            exchange<D>(rows[row], rows[row + kHalf], std::make_index_sequence<kLanes>{});
+            halves[row] = rows[row] + rows[row + kHalf];
+        }
+        return folded<D / 2>(halves);
+    }
+}
+
 }  // namespace graft

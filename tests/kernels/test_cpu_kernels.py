@@ -257,7 +257,7 @@ SCORES = {
 
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES.keys())
 @pytest.mark.parametrize("window", [None, 1, 20, 70])
-@pytest.mark.parametrize(("kv_heads", "head_dim"), [(6, 16), (3, 32), (1, 20), (2, 136)])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(6, 16), (3, 32), (1, 20), (2, 136), (2, 64), (1, 128)])
 def test_attention_is_that_of_torch(
     kernels: Kernels, dtype: torch.dtype, scores: AttentionScores, window: int | None, kv_heads: int, head_dim: int
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graftlm.engine.block_pool import BlockId, BlockPool
+from graftlm.engine.block_pool import BlockHash, BlockId, BlockPool
 
 
 @settings(deadline=None, derandomize=True, database=None, max_examples=200)
@@ -46,3 +46,23 @@ def test_a_block_that_was_never_given_out_is_refused() -> None:
     pool = BlockPool(3)
     with pytest.raises(ValueError, match="is not taken"):
         pool.free([BlockId(2)])
+
+
+def test_blocks_are_given_out_again_before_those_that_never_were() -> None:
+    pool = BlockPool(6)
+    first = pool.allocate(3)
+    pool.free(first)
+    assert set(pool.allocate(3)) == set(first)
+
+
+def test_blocks_whose_content_is_known_are_given_out_last_and_the_longest_free_first() -> None:
+    pool = BlockPool(4)
+    older, newer, unknown = pool.allocate(3)
+    pool.record(older, BlockHash(b"older"))
+    pool.record(newer, BlockHash(b"newer"))
+    pool.free([older, newer, unknown])
+    assert older not in pool.allocate(2)
+    assert pool.find(BlockHash(b"older")) == older
+    assert pool.allocate(1) == [older]
+    assert pool.find(BlockHash(b"older")) is None
+    assert pool.find(BlockHash(b"newer")) == newer

@@ -13,12 +13,16 @@ BlockHash = NewType("BlockHash", bytes)
 
 
 class BlockPool:
-    """A fixed number of blocks. A free block keeps its content until it is given out again, the longest free first; a
-    block whose content is known by its hash can be shared meanwhile."""
+    """A fixed number of blocks. A free block whose content is known by its hash keeps it, and can be shared, until no
+    other is free; of these the longest free goes first. Of the others the last freed does: a block's memory comes from
+    the system when it is first written, which costs more than filling it, so those that never were are left alone.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free = OrderedDict[BlockId, None]((BlockId(index), None) for index in range(num_blocks))
+        # The next to be given out is the last of the unknown and the first of the known ones.
+        self._unknown = [BlockId(index) for index in reversed(range(num_blocks))]
+        self._known = OrderedDict[BlockId, None]()
         self._users: dict[BlockId, int] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._block_of: dict[BlockHash, BlockId] = {}
@@ -26,7 +30,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds, whatever content they keep."""
-        return len(self._free)
+        return len(self._unknown) + len(self._known)
 
     def allocate(self, count: int) -> list[BlockId]:
         """Take `count` blocks, whose content is forgotten.
@@ -34,14 +38,19 @@ class BlockPool:
         Raises:
             ValueError: fewer are free; the caller checks `num_free` first.
         """
-        if count > len(self._free):
-            raise ValueError(f"{count} blocks asked for, {len(self._free)} free")
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        if count > self.num_free:
+            raise ValueError(f"{count} blocks asked for, {self.num_free} free")
+        blocks = [self._take() for _ in range(count)]
         for block in blocks:
             self._users[block] = 1
-            if block in self._hash_of:
-                del self._block_of[self._hash_of.pop(block)]
         return blocks
+
+    def _take(self) -> BlockId:
+        if self._unknown:
+            return self._unknown.pop()
+        block, _ = self._known.popitem(last=False)
+        del self._block_of[self._hash_of.pop(block)]
+        return block
 
     def find(self, block_hash: BlockHash) -> BlockId | None:
         """The block with this content, held or free."""
@@ -49,7 +58,7 @@ class BlockPool:
 
     def share(self, block: BlockId) -> None:
         """Hold a found block, beside whoever holds it already."""
-        self._free.pop(block, None)
+        self._known.pop(block, None)
         self._users[block] = self._users.get(block, 0) + 1
 
     def record(self, block: BlockId, block_hash: BlockHash) -> None:
@@ -68,6 +77,8 @@ class BlockPool:
         """Unlearn what blocks contain; who holds them stays as it is."""
         self._hash_of.clear()
         self._block_of.clear()
+        self._unknown.extend(self._known)
+        self._known.clear()
 
     def free(self, blocks: Iterable[BlockId]) -> None:
         """Let go of blocks; those that nobody else holds are free, the first of them for the longest.
@@ -81,4 +92,7 @@ class BlockPool:
             self._users[block] -= 1
             if self._users[block] == 0:
                 del self._users[block]
-                self._free[block] = None
+                if block in self._hash_of:
+                    self._known[block] = None
+                else:
+                    self._unknown.append(block)

@@ -95,14 +95,24 @@ void multiply_tiles(const Product<bf16, Out> &product, const bf16 *x, int64_t x_
     }
 }
 
+// Rows of x that are multiplied by all panels before the next ones are: what fits the second-level cache beside some
+// panels, since every block of rows reads all panels again.
+inline int64_t tile_block(int64_t rows, int64_t depth) {
+    constexpr int64_t kBlockBytes = 5 << 18;
+    int64_t most = std::max(kRowBlock, kBlockBytes / (std::max<int64_t>(depth, kDepth) * int64_t(sizeof(bf16))));
+    int64_t blocks = std::max<int64_t>(1, (rows + most - 1) / most);
+    return round_up((rows + blocks - 1) / blocks, 32);
+}
+
 template <typename Out>
 void multiply_in_tiles(const Product<bf16, Out> &product, const bf16 *x, int64_t x_stride, int threads) {
     int64_t count = (product.columns + kPanel - 1) / kPanel;
     int64_t work = product.rows * product.columns * product.depth;
+    int64_t block_rows = tile_block(product.rows, product.depth);
     parallel((count + 1) / 2, threads_for(work, threads), [&](int64_t first, int64_t last) {
         int configured = -1;
-        for (int64_t block = 0; block < product.rows; block += kRowBlock) {
-            int64_t block_stop = std::min(product.rows, block + kRowBlock);
+        for (int64_t block = 0; block < product.rows; block += block_rows) {
+            int64_t block_stop = std::min(product.rows, block + block_rows);
             for (int64_t pair = first; pair < last; pair++)
                 for (int64_t row = block; row < block_stop; row += 32) {
                     int height = int(std::min<int64_t>(32, block_stop - row));

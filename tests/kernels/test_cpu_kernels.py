@@ -79,6 +79,15 @@ def test_more_rows_than_are_turned_at_once_add_up(kernels: Kernels, dtype: torch
     assert_like(packed.turned_linear(y), (y.double() @ weight.double()).to(dtype))
 
 
+def test_more_rows_than_the_cache_holds_are_multiplied_in_blocks(kernels: Kernels, dtype: torch.dtype) -> None:
+    weight, x = noise(20, 2600, dtype=dtype), noise(600, 2600, dtype=dtype, seed=1)
+    packed = kernels.pack(weight)
+    assert packed is not None
+    together = packed.linear(x, None)
+    assert_like(together, (x.double() @ weight.double().t()).to(dtype))
+    assert torch.equal(packed.linear(x[250:290], None), together[250:290])
+
+
 def test_a_row_of_a_product_does_not_depend_on_the_others(kernels: Kernels, dtype: torch.dtype) -> None:
     packed = kernels.pack(noise(80, 96, dtype=dtype))
     assert packed is not None

@@ -1,16 +1,19 @@
-"""How much memory does loading take, against the weights that are kept?
+"""What does loading take: memory, against the weights that are kept, and time, against reading the file?
 
-A checkpoint of about 1.1 billion parameters in bfloat16 is generated and loaded in a fresh process: Llama-shaped (q, k
-and v, gate and up are stacked on the way) and GPT-2-shaped (every matrix is transposed). Shown are three peaks, each
-less what the process held before loading (the interpreter and torch), as multiples of the weights kept: resident memory
-as the kernel counts it (VmHWM), of it anonymous memory, and of it mapped pages of files, which count as resident while
-they are read. The last two are polled, and need not be of the same moment.
+A checkpoint in bfloat16 with the widths of 1.1 billion parameters is generated and loaded in a fresh process:
+Llama-shaped (q, k and v, gate and up are stacked on the way) and GPT-2-shaped (every matrix is transposed). The file is
+read into memory before and after, and the mean counts; loading, too, finds it in the page cache. Shown are three peaks,
+each less what the process held before loading (the interpreter and torch), as multiples of the weights kept: resident
+memory as the kernel counts it (VmHWM), of it anonymous memory, and of it mapped pages of files, which count as resident
+while they are read. The last two are polled, and need not be of the same moment.
 
 With --quantization a second process loads the same checkpoint again, from the cache that the first one wrote. Then one
 decoder layer in full precision is allowed on top, and the bytes that a quantised weight takes are shown.
 
     python benchmarks/load.py [--shapes llama gpt2 …] [--dtype bfloat16|float32] [--layers 4]
                               [--quantization nf4 nf4-double fp4 fp4-double int8]
+
+Writes its section of benchmarks/RESULTS.md. A minute.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ import argparse
 import json
 import logging
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -33,6 +35,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from results import conditions, write_section
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
@@ -42,6 +45,7 @@ from graftlm.config import DType, Quantization
 from graftlm.models.quantized_modules import QuantizedModules
 
 ALLOWED = 1.15
+ALLOWED_TIME = 1.5
 MIB = 1 << 20
 KV_CACHE_BYTES = 16 * MIB
 LAYER_0 = re.compile(r"\.(layers|h)\.0\.")
@@ -84,11 +88,10 @@ class Size:
     layer_parameters: int
 
 
-def write_checkpoint(shape: str, num_layers: int | None, folder: Path) -> Size:
+def write_checkpoint(shape: str, num_layers: int, folder: Path) -> Size:
     """Random values in one file, which loads worst: every page of it may stay mapped."""
     config = SHAPES[shape]()
-    if num_layers is not None:
-        config.num_hidden_layers = num_layers
+    config.num_hidden_layers = num_layers
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(0)
@@ -166,13 +169,31 @@ def work(folder: Path, dtype: DType, quantization: Quantization | None) -> None:
     llm.shutdown()
 
 
-def measure(folder: Path, size: Size, name: str, dtype: DType, quantization: Quantization | None) -> bool:
-    """Print one row of the table; whether memory stayed within what is allowed."""
+def reading_seconds(folder: Path) -> float:
+    """How long it takes to read the checkpoint into memory that is new, as that of weights is."""
+    started = time.perf_counter()
+    (folder / "model.safetensors").read_bytes()
+    return time.perf_counter() - started
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """row: of the table. is_small: whether memory stayed within what is allowed."""
+
+    row: str
+    is_small: bool
+    is_fast: bool
+
+
+def measure(folder: Path, size: Size, name: str, dtype: DType, quantization: Quantization | None) -> Outcome:
+    """Load the checkpoint in a fresh process."""
     command = [sys.executable, __file__, "--worker", str(folder), "--dtype", dtype]
     if quantization is not None:
         command += ["--quantization", quantization]
     environment = {**os.environ, "GRAFT_CACHE": str(folder / "cache")}
+    before = reading_seconds(folder)
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    reading = (before + reading_seconds(folder)) / 2
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     itemsize = torch.empty((), dtype=getattr(torch, dtype)).element_size()
     kept = (size.parameters - found["quantized"]) * itemsize + found["quantized_bytes"]
@@ -182,41 +203,50 @@ def measure(folder: Path, size: Size, name: str, dtype: DType, quantization: Qua
         bytes_per_weight = found["quantized_bytes"] / found["quantized"]
         per_weight, within = f"{bytes_per_weight:.4f}", bytes_per_weight <= ALLOWED_BYTES[quantization]
     peak, anonymous, mapped = (found[key] / kept for key in ("peak", "anonymous", "mapped"))
-    print(
+    row = (
         f"| {name} | {size.parameters / 1e9:.2f} B | {kept / MIB:.0f} MiB | {per_weight} "
         f"| {found['before'] / MIB:.0f} MiB | {peak:.3f} | {allowed / kept:.3f} | {anonymous:.3f} | {mapped:.3f} "
-        f"| {found['seconds']:.1f} |",
-        flush=True,
+        f"| {found['seconds']:.1f} | {reading:.1f} | {found['seconds'] / reading:.2f} |"
     )
-    return within and found["peak"] <= allowed
+    is_small, is_fast = within and found["peak"] <= allowed, found["seconds"] <= ALLOWED_TIME * reading
+    return Outcome(row=row, is_small=is_small, is_fast=is_fast)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--layers", type=int, help="of each shape; default: its own")
+    parser.add_argument("--layers", type=int, default=8, help="of each shape")
     parser.add_argument("--quantization", nargs="+", default=[None], choices=ALLOWED_BYTES)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work(options.worker, options.dtype, options.quantization[0])
         return 0
-    print(f"{platform.platform()}, torch {torch.__version__}, safetensors in bfloat16, loaded as {options.dtype}\n")
-    print(
+    lines = [
         "| shape | parameters | weights kept | bytes per weight | before | peak | allowed | anonymous | mapped "
-        "| seconds |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    within = []
+        "| seconds | reading the file | ratio |",
+        "| --- |" + " --- |" * 11,
+    ]
+    outcomes = []
     for shape in options.shapes:
         with tempfile.TemporaryDirectory() as name:
             size = write_checkpoint(shape, options.layers, Path(name))
             for quantization in options.quantization:
                 starts = [shape] if quantization is None else [f"{shape}, {quantization}", "the same, cached"]
-                within += [measure(Path(name), size, start, options.dtype, quantization) for start in starts]
-    print(f"\nwithin what is allowed: {sum(within)} of {len(within)}")
-    return 0 if all(within) else 1
+                for start in starts:
+                    outcomes.append(measure(Path(name), size, start, options.dtype, quantization))
+                    lines.append(outcomes[-1].row)
+                    print(lines[-1], flush=True)
+    small, fast = sum(outcome.is_small for outcome in outcomes), sum(outcome.is_fast for outcome in outcomes)
+    text = (
+        f"{options.layers} layers, loaded as {options.dtype}. {conditions()}.\n\n" + "\n".join(lines) + "\n\n"
+        f"Within the memory allowed: {small} of {len(outcomes)}; within {ALLOWED_TIME} times reading the file: "
+        f"{fast} of {len(outcomes)}."
+    )
+    print(text)
+    write_section("Loading (`python benchmarks/load.py`)", text)
+    return 0 if small == fast == len(outcomes) else 1
 
 
 if __name__ == "__main__":

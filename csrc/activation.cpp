@@ -61,6 +61,7 @@ GRAFT_API void graft_activate(void *out, const void *x, int dtype, int activatio
     else
         activate((bf16 *)out, (const bf16 *)x, activation, count, threads);
 }
+GRAFT_RECORDABLE(graft_activate)
 
 // out: [rows, columns]. gate_up: [rows, 2 * columns], the gate first. activation: as above.
 GRAFT_API void graft_gated_activation(void *out, const void *gate_up, int dtype, int activation, int64_t rows,
@@ -70,3 +71,4 @@ GRAFT_API void graft_gated_activation(void *out, const void *gate_up, int dtype,
     else
         gate((bf16 *)out, (const bf16 *)gate_up, activation, rows, columns, threads);
 }
+GRAFT_RECORDABLE(graft_gated_activation)

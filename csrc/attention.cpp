@@ -332,3 +332,4 @@ GRAFT_API void graft_paged_attention(void *out, const void *query, const void *k
         attention((bf16 *)out, (const bf16 *)query, (const bf16 *)keys, (const bf16 *)values, list, num_sequences,
                   dims, how, by_position != 0, threads);
 }
+GRAFT_RECORDABLE(graft_paged_attention)

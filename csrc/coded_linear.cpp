@@ -620,6 +620,7 @@ GRAFT_API void graft_coded_linear(void *out, const void *x, const CodedMatrix *m
     else
         coded_linear(*matrix, (bf16 *)out, (const bf16 *)x, (const bf16 *)bias, rows, x_stride, out_stride, threads);
 }
+GRAFT_RECORDABLE(graft_coded_linear)
 
 // out: [rows, matrix columns] = y [rows, matrix rows] @ W, columns in the order of the codes.
 GRAFT_API void graft_turned_coded_linear(void *out, const void *y, const CodedMatrix *matrix, int dtype, int64_t rows,

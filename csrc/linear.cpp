@@ -156,6 +156,7 @@ GRAFT_API void graft_linear(void *out, const void *x, const void *packed, const 
         linear((bf16 *)out, (const bf16 *)x, (const bf16 *)packed, (const bf16 *)bias, rows, columns, depth, x_stride,
                out_stride, threads);
 }
+GRAFT_RECORDABLE(graft_linear)
 
 // out: [rows, depth] = y [rows, columns] @ W, W packed from [columns, depth].
 GRAFT_API void graft_turned_linear(void *out, const void *y, const void *packed, int dtype, int64_t rows,

@@ -202,3 +202,4 @@ GRAFT_API void graft_lora(void *out, const void *x, const void *segments, int64_
     else
         lora((bf16 *)out, (const bf16 *)x, list, num_segments, depth, width, x_stride, out_stride, by_row != 0, threads);
 }
+GRAFT_RECORDABLE(graft_lora)

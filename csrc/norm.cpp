@@ -13,6 +13,12 @@ template <typename T> void add_row(T *total, const T *residual, int64_t columns)
     }
 }
 
+template <typename T> void add(T *total, const T *residual, int64_t count, int threads) {
+    parallel((count + kLanes - 1) / kLanes, threads_for(count, threads), [=](int64_t start, int64_t stop) {
+        add_row(total + start * kLanes, residual + start * kLanes, std::min(stop * kLanes, count) - start * kLanes);
+    });
+}
+
 template <typename T, typename W>
 void rms_norm_row(T *out, const T *x, const W *weight, int64_t columns, float eps) {
     Vec squares{};
@@ -34,10 +40,13 @@ void rms_norm_row(T *out, const T *x, const W *weight, int64_t columns, float ep
 }
 
 template <typename T, typename W>
-void rms_norm(T *out, const T *x, const W *weight, int64_t rows, int64_t columns, float eps, int threads) {
-    parallel(rows, threads_for(rows * columns * kNormWork, threads), [=](int64_t start, int64_t stop) {
+void rms_norm(T *out, const T *x, const W *weight, int64_t rows, int64_t parts, int64_t columns, int64_t x_stride,
+              float eps, int threads) {
+    parallel(rows, threads_for(rows * parts * columns * kNormWork, threads), [=](int64_t start, int64_t stop) {
         for (int64_t row = start; row < stop; row++)
-            rms_norm_row(out + row * columns, x + row * columns, weight, columns, eps);
+            for (int64_t part = 0; part < parts; part++)
+                rms_norm_row(out + (row * parts + part) * columns, x + row * x_stride + part * columns, weight,
+                             columns, eps);
     });
 }
 
@@ -101,16 +110,27 @@ void add_layer_norm(T *out, T *total, const T *residual, const T *weight, const 
 
 using namespace graft;
 
-// out, x: [rows, columns]. weight: [columns] in `weight_dtype`, or null.
-GRAFT_API void graft_rms_norm(void *out, const void *x, const void *weight, int dtype, int weight_dtype, int64_t rows,
-                              int64_t columns, float eps, int threads) {
+// total += residual. total, residual: [count].
+GRAFT_API void graft_add(void *total, const void *residual, int dtype, int64_t count, int threads) {
     if (dtype == 0)
-        rms_norm((float *)out, (const float *)x, (const float *)weight, rows, columns, eps, threads);
-    else if (weight_dtype == 0)
-        rms_norm((bf16 *)out, (const bf16 *)x, (const float *)weight, rows, columns, eps, threads);
+        add((float *)total, (const float *)residual, count, threads);
     else
-        rms_norm((bf16 *)out, (const bf16 *)x, (const bf16 *)weight, rows, columns, eps, threads);
+        add((bf16 *)total, (const bf16 *)residual, count, threads);
 }
+GRAFT_RECORDABLE(graft_add)
+
+// out, x: [rows, parts, columns], of which each part is normed by itself; x_stride from row to row of x. weight:
+// [columns] in `weight_dtype`, or null.
+GRAFT_API void graft_rms_norm(void *out, const void *x, const void *weight, int dtype, int weight_dtype, int64_t rows,
+                              int64_t parts, int64_t columns, int64_t x_stride, float eps, int threads) {
+    if (dtype == 0)
+        rms_norm((float *)out, (const float *)x, (const float *)weight, rows, parts, columns, x_stride, eps, threads);
+    else if (weight_dtype == 0)
+        rms_norm((bf16 *)out, (const bf16 *)x, (const float *)weight, rows, parts, columns, x_stride, eps, threads);
+    else
+        rms_norm((bf16 *)out, (const bf16 *)x, (const bf16 *)weight, rows, parts, columns, x_stride, eps, threads);
+}
+GRAFT_RECORDABLE(graft_rms_norm)
 
 // The same of total + residual, which `total` becomes.
 GRAFT_API void graft_add_rms_norm(void *out, void *total, const void *residual, const void *weight, int dtype,
@@ -125,6 +145,7 @@ GRAFT_API void graft_add_rms_norm(void *out, void *total, const void *residual, 
         add_rms_norm((bf16 *)out, (bf16 *)total, (const bf16 *)residual, (const bf16 *)weight, rows, columns, eps,
                      threads);
 }
+GRAFT_RECORDABLE(graft_add_rms_norm)
 
 // out, x: [rows, columns]. weight, bias: [columns] of the same dtype, or null.
 GRAFT_API void graft_layer_norm(void *out, const void *x, const void *weight, const void *bias, int dtype,
@@ -136,6 +157,7 @@ GRAFT_API void graft_layer_norm(void *out, const void *x, const void *weight, co
         layer_norm((bf16 *)out, (const bf16 *)x, (const bf16 *)weight, (const bf16 *)bias, rows, columns, eps,
                    threads);
 }
+GRAFT_RECORDABLE(graft_layer_norm)
 
 // The same of total + residual, which `total` becomes.
 GRAFT_API void graft_add_layer_norm(void *out, void *total, const void *residual, const void *weight, const void *bias,
@@ -147,3 +169,4 @@ GRAFT_API void graft_add_layer_norm(void *out, void *total, const void *residual
         add_layer_norm((bf16 *)out, (bf16 *)total, (const bf16 *)residual, (const bf16 *)weight, (const bf16 *)bias,
                        rows, columns, eps, threads);
 }
+GRAFT_RECORDABLE(graft_add_layer_norm)

@@ -103,6 +103,7 @@ GRAFT_API void graft_apply_rotary(void *out, const void *x, const void *cos, con
         rotate((bf16 *)out, Heads<const bf16>{(const bf16 *)x, heads, head_dim, token_stride, head_stride},
                Angles<bf16>{(const bf16 *)cos, (const bf16 *)sin, half}, tokens, threads);
 }
+GRAFT_RECORDABLE(graft_apply_rotary)
 
 // cache: [slots, heads, head_dim]. rows: [tokens, heads, head_dim] with strides. slots: [tokens], all different.
 GRAFT_API void graft_write_kv(void *cache, const void *rows, const int64_t *slots, int dtype, int64_t tokens,
@@ -115,6 +116,7 @@ GRAFT_API void graft_write_kv(void *cache, const void *rows, const int64_t *slot
         write((bf16 *)cache, Heads<const bf16>{(const bf16 *)rows, heads, head_dim, token_stride, head_stride}, slots,
               tokens, threads);
 }
+GRAFT_RECORDABLE(graft_write_kv)
 
 // query: rotated where it is. key, value: go to their slots of the caches, the key rotated. All as `shape` says; cos,
 // sin: [tokens, half].
@@ -129,3 +131,4 @@ GRAFT_API void graft_rotate_and_write(void *query, const void *key, const void *
         rotate_and_write((bf16 *)query, (const bf16 *)key, (const bf16 *)value, (bf16 *)key_cache,
                          (bf16 *)value_cache, (const bf16 *)cos, (const bf16 *)sin, slots, of, tokens, threads);
 }
+GRAFT_RECORDABLE(graft_rotate_and_write)

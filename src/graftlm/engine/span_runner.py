@@ -12,7 +12,9 @@ from graftlm.engine.batch_builder import build_batch, build_key_values
 from graftlm.engine.scheduler import ScheduledSequence
 from graftlm.kernels.kernel_set import Kernels
 from graftlm.kernels.registry import using
+from graftlm.layers.block import BlocksRunner, run_blocks
 from graftlm.layers.kv_cache import KVCache
+from graftlm.layers.recorded_blocks import RecordedBlocks
 from graftlm.models.decoder import DecoderSpan
 
 
@@ -26,6 +28,9 @@ class SpanRunner:
     def __init__(self, span: DecoderSpan, *, num_blocks: Sequence[int], block_size: int, kernels: Kernels) -> None:
         self._span = span
         self._kernels = kernels
+        # Ranks that share layers out have to meet in every step: that is no call of a kernel.
+        recorder = None if kernels.new_recorder is None or span.shares else kernels.new_recorder()
+        self._run_blocks: BlocksRunner = run_blocks if recorder is None else RecordedBlocks(recorder)
         self._cache = KVCache(
             span.kv_shapes, num_blocks=num_blocks, block_size=block_size, dtype=span.dtype, device=span.device
         )
@@ -54,7 +59,7 @@ class SpanRunner:
             if not span.was_passed(batch):
                 self._clear_begun(sequences)
             key_values = build_key_values(sequences, self._cache, windows=span.windows, device=span.device)
-            return span(batch, key_values, hidden)
+            return span(batch, key_values, hidden, self._run_blocks)
 
     def _clear_begun(self, sequences: Sequence[ScheduledSequence]) -> None:
         num_groups = len(self._span.windows)

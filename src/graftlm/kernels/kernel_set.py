@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -52,6 +52,61 @@ class LoraPlan(Protocol):
         ...
 
 
+class PlanMemory(Protocol):
+    """Where a plan has what changes from step to step."""
+
+    def take_over(self, other: Self) -> None:
+        """Hold, at the same place, what the memory of another plan of the same layout holds. It must outlive this."""
+        ...
+
+
+@runtime_checkable
+class RecordablePlan(Protocol):
+    """A plan that others of the same layout can take the place of. layout: None if none can."""
+
+    @property
+    def layout(self) -> Hashable | None: ...
+
+    @property
+    def memory(self) -> PlanMemory: ...
+
+    def held(self) -> Self:
+        """The same with memory of its own, with room for all plans of the layout."""
+        ...
+
+
+@runtime_checkable
+class RecordableLoraPlan(RecordablePlan, LoraPlan, Protocol): ...
+
+
+class NotRecordable(Exception):
+    """A computation is more than calls that can be made again; the message names what it did."""
+
+
+class Recording(Protocol):
+    """A computation that can be done again, with whatever is now where its inputs were."""
+
+    @property
+    def result(self) -> Tensor:
+        """Where each play puts what was computed."""
+        ...
+
+    def play(self) -> None: ...
+
+
+class Recorder(Protocol):
+    """Makes recordings of which one at a time is played."""
+
+    def record(self, compute: Callable[[], Tensor]) -> Recording:
+        """Compute, and be able to do it again.
+
+        Args: compute: which must decide nothing by the content of a tensor.
+        Raises:
+            NotRecordable: in the middle of it.
+        """
+        ...
+
+
 class PlanAttention(Protocol):
     """`ops.plan_attention`."""
 
@@ -77,6 +132,7 @@ class Kernels:
     name: for people.
     pack: lay out a matrix [out, in] for good, or None where it is best left as it is.
     pack_codes: the same for a matrix of codes, and the dtype of inputs and results; None where codes have no product.
+    new_recorder: None where nothing can be recorded.
     """
 
     name: str
@@ -86,6 +142,7 @@ class Kernels:
     plan_lora: Callable[[Sequence[AdapterRows], Sequence[str] | None], LoraPlan]
     lora: Callable[[Tensor, Tensor, Iterable[LoraSegment]], None]
     rms_norm: Callable[[Tensor, Tensor | None, float], Tensor]
+    add: Callable[[Tensor, Tensor], Tensor]
     layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
     add_layer_norm: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor]]
@@ -100,3 +157,4 @@ class Kernels:
     token_logprobs: Callable[[Tensor, Tensor, int], TokenLogprobs]
     pack: Callable[[Tensor], PackedMatrix | None]
     pack_codes: Callable[[GroupedCodes, torch.dtype], PackedMatrix | None] | None
+    new_recorder: Callable[[], Recorder] | None

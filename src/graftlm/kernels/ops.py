@@ -34,6 +34,7 @@ __all__ = [
     "TokenDraw",
     "TokenLogprobs",
     "activate",
+    "add",
     "add_layer_norm",
     "add_rms_norm",
     "apply_rotary",
@@ -107,6 +108,14 @@ def lora(out: Tensor, x: Tensor, segments: Iterable[LoraSegment]) -> None:
     Source: Punica, arXiv 2310.18547; rounding from peft/tuners/lora/layer.py.
     """
     registry.active().lora(out, x, segments)
+
+
+def add(branch: Tensor, residual: Tensor) -> Tensor:
+    """branch + residual, rounded to their dtype.
+
+    Args: branch, residual: of one shape and dtype. The branch's content is lost, unless one of them needs a gradient.
+    """
+    return registry.active().add(branch, residual)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

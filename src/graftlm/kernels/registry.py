@@ -28,7 +28,7 @@ from graftlm.kernels.reference.elementwise import elementwise
 from graftlm.kernels.reference.kv_write import rotate_and_write, write_kv
 from graftlm.kernels.reference.linear import grouped_matmul, linear
 from graftlm.kernels.reference.lora import lora, plan_lora
-from graftlm.kernels.reference.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from graftlm.kernels.reference.norm import add, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from graftlm.kernels.reference.rotary import apply_rotary
 from graftlm.kernels.reference.sampling import draw_tokens, token_logprobs
 
@@ -46,6 +46,7 @@ REFERENCE = Kernels(
     plan_lora=plan_lora,
     lora=lora,
     rms_norm=rms_norm,
+    add=add,
     layer_norm=layer_norm,
     add_rms_norm=add_rms_norm,
     add_layer_norm=add_layer_norm,
@@ -60,6 +61,7 @@ REFERENCE = Kernels(
     token_logprobs=token_logprobs,
     pack=keep_unpacked,
     pack_codes=None,
+    new_recorder=None,
 )
 
 DETERMINISTIC = replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,17 +24,19 @@ class Block(Protocol):
         ...
 
 
-class BlockRunner(Protocol):
-    """How a layer is computed: at once, or again in the backward pass."""
+class BlocksRunner(Protocol):
+    """How layers are computed: as they come, from a recording, or again in the backward pass."""
 
-    def __call__(self, block: Block, hidden: Tensor, step: DecoderStep) -> Tensor:
-        """hidden: [T, E] -> [T, E]."""
+    def __call__(self, blocks: Sequence[Block], hidden: Tensor, step: DecoderStep) -> Tensor:
+        """One layer after the other. hidden: [T, E] -> [T, E]."""
         ...
 
 
-def run_block(block: Block, hidden: Tensor, step: DecoderStep) -> Tensor:
-    """At once."""
-    return block(hidden, step)
+def run_blocks(blocks: Sequence[Block], hidden: Tensor, step: DecoderStep) -> Tensor:
+    """As they come."""
+    for block in blocks:
+        hidden = block(hidden, step)
+    return hidden
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,7 @@ class SequentialBlock:
         residual = x if self.residual_after_norm else hidden
         hidden, x = added(branch, residual, self.pre_mlp_norm, segments)
         branch = normed(self.mlp(x, segments), self.post_mlp_norm, segments)
-        return branch + (x if self.residual_after_norm else hidden)
+        return ops.add(branch, x if self.residual_after_norm else hidden)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +77,7 @@ class ParallelBlock:
         segments = step.batch.segments
         x = self.pre_attention_norm(hidden, segments)
         mlp_input = x if self.pre_mlp_norm is None else self.pre_mlp_norm(hidden, segments)
-        return self.attention(x, step) + self.mlp(mlp_input, segments) + hidden
+        return ops.add(ops.add(self.attention(x, step), self.mlp(mlp_input, segments)), hidden)
 
 
 @dataclass(frozen=True, kw_only=True)

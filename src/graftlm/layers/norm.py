@@ -108,5 +108,5 @@ def added(branch: Tensor, residual: Tensor, norm: Norm | None, segments: Segment
     """branch + residual, and that under a norm, where there is one. branch: not to be used any more."""
     if norm is not None:
         return norm.of_sum(branch, residual, segments)
-    total = branch + residual
+    total = ops.add(branch, residual)
     return total, total

@@ -32,11 +32,19 @@ class Segments(Sequence[Segment]):
     Every layer asks which of them change it. What can be answered for all layers together is found out once.
 
     slots: the linear layers that will ask, where these are few.
+    plan: what `plan` is, where that is known.
     """
 
-    def __init__(self, segments: Iterable[Segment] = (), *, slots: Sequence[Slot] | None = None) -> None:
+    def __init__(
+        self,
+        segments: Iterable[Segment] = (),
+        *,
+        slots: Sequence[Slot] | None = None,
+        plan: ops.LoraPlan | None = None,
+    ) -> None:
         self._segments = tuple(segments)
         self._slots = slots
+        self._known_plan = plan
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -61,9 +69,17 @@ class Segments(Sequence[Segment]):
         """Those whose adapter has keys and values of its own."""
         return tuple(segment for segment in self if segment.patch.prefix is not None)
 
+    @property
+    def are_low_rank(self) -> bool:
+        """Whether they change layers by low-rank updates alone; token embedding and head are no layers here."""
+        return not any(
+            patch.norms or patch.prefix is not None or patch.stack is not None or patch.other_linears
+            for patch in (segment.patch for segment in self)
+        )
+
     def low_rank(self, slot: Slot) -> Iterable[ops.LoraSegment] | None:
         """The updates of the segments that change a linear layer by nothing else, for `ops.lora`; None if none do."""
-        return self._low_rank.segments(slot)
+        return self.plan.segments(slot)
 
     def patches(self, slot: Slot) -> list[tuple[int, int, LinearPatch]]:
         """(start, stop, patch) of the segments that change a linear layer by more."""
@@ -74,7 +90,10 @@ class Segments(Sequence[Segment]):
         ]
 
     @cached_property
-    def _low_rank(self) -> ops.LoraPlan:
+    def plan(self) -> ops.LoraPlan:
+        """Of what `low_rank` answers."""
+        if self._known_plan is not None:
+            return self._known_plan
         adapters = [ops.AdapterRows(each.start, each.stop, each.patch.low_rank) for each in self]
         return ops.plan_lora(adapters, self._slots)
 

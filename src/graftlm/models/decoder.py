@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graftlm.kernels import ops
 from graftlm.layers.batch import RaggedBatch
-from graftlm.layers.block import Block, BlockRunner, run_block
+from graftlm.layers.block import Block, BlocksRunner, run_blocks
 from graftlm.layers.embedding import InputEmbedding
 from graftlm.layers.head import OutputHead
 from graftlm.layers.key_values import KeyValues
@@ -76,18 +76,25 @@ class DecoderSpan:
     dtype: torch.dtype
     device: torch.device
 
-    def __call__(self, batch: RaggedBatch, key_values: KeyValues, hidden: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        batch: RaggedBatch,
+        key_values: KeyValues,
+        hidden: Tensor | None = None,
+        run: BlocksRunner = run_blocks,
+    ) -> Tensor:
         """Compute a batch.
 
         Args:
             hidden: what the span before gives; the first span needs none, unless the batch comes back to it.
+            run: how its layers are computed.
 
         Returns: what the last layer gives, [T, E], or with layer inputs, beside the embedded tokens, [T, 2E]; of the
             last span, with the last of the batch's layers, the logits of the rows that want them, [N, V], V the largest
             vocabulary among them. All are in the model's dtype.
         """
         hidden, embedded = self._enter(batch, hidden)
-        hidden = self._run(batch, key_values, hidden, embedded, run_block)
+        hidden = self._run(batch, key_values, hidden, embedded, run)
         if self.output is not None and batch.reaches_end:
             return self.output(hidden.index_select(0, batch.logit_rows), batch.logit_segments)
         return hidden if self.layer_inputs is None else torch.cat([hidden, embedded], dim=1)
@@ -105,19 +112,17 @@ class DecoderSpan:
         return hidden.contiguous(), embedded.contiguous()
 
     def _run(
-        self, batch: RaggedBatch, key_values: KeyValues, hidden: Tensor, embedded: Tensor, run: BlockRunner
+        self, batch: RaggedBatch, key_values: KeyValues, hidden: Tensor, embedded: Tensor, run: BlocksRunner
     ) -> Tensor:
         angles = {rotary: rotary.angles(batch, hidden.dtype) for rotary in self.rotary}
         layer_inputs = {} if self.layer_inputs is None else self.layer_inputs(batch, embedded)
         step = DecoderStep(batch=batch, key_values=key_values, angles=angles, layer_inputs=layer_inputs)
         if batch.layers is None:
-            for block in self.blocks:
-                hidden = run(block, hidden, step)
-            return hidden
+            return run(self.blocks, hidden, step)
         for place, depth in enumerate(self._own_depths(batch.layers)):
             if batch.depths is None or depth in batch.depths:
                 block = self.blocks[batch.layers[depth] - self.first_layer]
-                hidden = run(block, hidden, step.at_depth(depth, place=place, num_layers=len(self.blocks)))
+                hidden = run((block,), hidden, step.at_depth(depth, place=place, num_layers=len(self.blocks)))
         return hidden
 
     def was_passed(self, batch: RaggedBatch) -> bool:
@@ -146,8 +151,8 @@ class Decoder(DecoderSpan):
     def head(self) -> OutputHead:
         return self.output.head
 
-    def hidden(self, batch: RaggedBatch, key_values: KeyValues, run: BlockRunner = run_block) -> Tensor:
-        """What the last layer gives, [T, E]. run: how each layer is computed."""
+    def hidden(self, batch: RaggedBatch, key_values: KeyValues, run: BlocksRunner = run_blocks) -> Tensor:
+        """What the last layer gives, [T, E]. run: how its layers are computed."""
         hidden, embedded = self._enter(batch, None)
         return self._run(batch, key_values, hidden, embedded, run)
 

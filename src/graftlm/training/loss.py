@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from graftlm.layers.block import Block, run_block
+from graftlm.layers.block import Block, run_blocks
 from graftlm.layers.segments import Segments
 from graftlm.layers.step import DecoderStep
 from graftlm.models.decoder import Decoder
@@ -43,7 +43,7 @@ def backward(
         slopes: of each share; one number for all of its documents, or a function of its losses.
         recompute_layers: keep only each layer's input for the backward pass, and compute the layer again there.
     """
-    hidden = decoder.hidden(packed.batch, packed.key_values, _recompute_block if recompute_layers else run_block)
+    hidden = decoder.hidden(packed.batch, packed.key_values, _recompute_blocks if recompute_layers else run_blocks)
     targets = join(packed.targets)
     slope_of_document = torch.cat(
         [
@@ -98,9 +98,11 @@ def _chunks(decoder: Decoder, targets: Targets) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def _recompute_block(block: Block, hidden: Tensor, step: DecoderStep) -> Tensor:
-    result: Tensor = checkpoint(block, hidden, step, use_reentrant=False, preserve_rng_state=False)
-    return result
+def _recompute_blocks(blocks: Sequence[Block], hidden: Tensor, step: DecoderStep) -> Tensor:
+    """Each layer again in the backward pass."""
+    for block in blocks:
+        hidden = checkpoint(block, hidden, step, use_reentrant=False, preserve_rng_state=False)
+    return hidden
 
 
 def _logits(decoder: Decoder, rows: Tensor, targets: Targets, chunk: slice) -> Tensor:

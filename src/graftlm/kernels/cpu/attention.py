@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from graftlm.kernels.cpu.call_log import empty
 from graftlm.kernels.cpu.calls import DTYPE_CODES, address, takes
 from graftlm.kernels.cpu.library import Library
+from graftlm.kernels.cpu.plan_table import PlanTable
 from graftlm.kernels.kernel_set import AttentionPlan, Kernels
 from graftlm.kernels.reference.attention_scores import AttentionScores
 
@@ -25,8 +28,7 @@ _SCORES = struct.Struct("fffiPP")
 class PagedPlan:
     """What `plan_attention` was asked, as the library wants it.
 
-    sequences: int64 [S, 5], csrc's `Sequence`. tables: int64, the block tables one after the other, which the last
-    column points into. address: of the sequences.
+    memory: csrc's `Sequence`s, [S, 5], of which the last column points into block tables.
     """
 
     query_lens: Sequence[int]
@@ -35,10 +37,17 @@ class PagedPlan:
     block_size: int
     window: int | None
     device: torch.device
-    sequences: np.ndarray
-    tables: np.ndarray
-    address: int
+    memory: PlanTable
     rest: Kernels
+
+    @property
+    def layout(self) -> Hashable:
+        """As `RecordablePlan`."""
+        return len(self.query_lens), self.block_size, self.window
+
+    def held(self) -> PagedPlan:
+        """As `RecordablePlan`."""
+        return replace(self, memory=self.memory.copy(capacity=len(self.query_lens)))
 
     @cached_property
     def of_rest(self) -> AttentionPlan:
@@ -64,6 +73,7 @@ class AttentionKernels:
         self._library = library
         self._rest = rest
         self._by_position = by_position
+        self._scores: WeakKeyDictionary[AttentionScores, _DescribedScores] = WeakKeyDictionary()
 
     def plan_attention(
         self,
@@ -94,9 +104,7 @@ class AttentionKernels:
             block_size=block_size,
             window=window,
             device=device,
-            sequences=sequences,
-            tables=tables,
-            address=sequences.ctypes.data,
+            memory=PlanTable(sequences, kept=tables),
             rest=self._rest,
         )
 
@@ -106,36 +114,34 @@ class AttentionKernels:
         if not takes(query, key_cache, value_cache) or query.stride(2) != 1:
             return self._rest.paged_attention(query, key_cache, value_cache, plan.of_rest, scores)
         tokens, heads, head_dim = query.shape
-        out = torch.empty((tokens, heads, head_dim), dtype=query.dtype)
+        out = empty((tokens, heads, head_dim), query.dtype)
         # csrc's `Shape`.
         shape = array(
             "q",
             (heads, key_cache.shape[2], head_dim, plan.block_size, plan.window or 0, *query.stride()[:2]),
         )
-        slopes = None if scores.slopes is None else scores.slopes.float()
-        sinks = None if scores.sinks is None else scores.sinks.float()
-        how = _SCORES.pack(
-            scores.scale,
-            scores.softcap or 0.0,
-            scores.slope_factor,
-            0 if scores.slopes is None else DTYPE_CODES[scores.slopes.dtype],
-            address(slopes) or 0,
-            address(sinks) or 0,
-        )
+        how = self._described(scores)
         self._library.paged_attention(
             out.data_ptr(),
             query.data_ptr(),
             key_cache.data_ptr(),
             value_cache.data_ptr(),
-            plan.address,
-            len(plan.sequences),
+            plan.memory.address,
+            len(plan.query_lens),
             shape.buffer_info()[0],
-            how,
+            how.address,
             DTYPE_CODES[query.dtype],
             self._by_position,
             torch.get_num_threads(),
+            keep=(shape, how),
         )
         return out
+
+    def _described(self, scores: AttentionScores) -> _DescribedScores:
+        described = self._scores.get(scores)
+        if described is None:
+            described = self._scores[scores] = _DescribedScores(scores)
+        return described
 
     def write_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         if not takes(key, value, key_cache, value_cache) or key.stride(2) != 1 or value.stride(2) != 1:
@@ -183,5 +189,26 @@ class AttentionKernels:
             DTYPE_CODES[query.dtype],
             tokens,
             torch.get_num_threads(),
+            keep=(shape,),
         )
         return query
+
+
+class _DescribedScores:
+    """address: of csrc's `Scores`, and what it points to."""
+
+    def __init__(self, scores: AttentionScores) -> None:
+        self._slopes = None if scores.slopes is None else scores.slopes.float()
+        self._sinks = None if scores.sinks is None else scores.sinks.float()
+        self._fields = array("b")
+        self._fields.frombytes(
+            _SCORES.pack(
+                scores.scale,
+                scores.softcap or 0.0,
+                scores.slope_factor,
+                0 if scores.slopes is None else DTYPE_CODES[scores.slopes.dtype],
+                address(self._slopes) or 0,
+                address(self._sinks) or 0,
+            )
+        )
+        self.address = self._fields.buffer_info()[0]

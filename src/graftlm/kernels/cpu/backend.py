@@ -14,6 +14,7 @@ from graftlm.kernels.cpu.elementwise import ElementwiseKernels
 from graftlm.kernels.cpu.library import Library
 from graftlm.kernels.cpu.lora import LoraKernels
 from graftlm.kernels.cpu.packed_matrix import PackedMatrix
+from graftlm.kernels.cpu.recorder import CallRecorder
 from graftlm.kernels.cpu.sampling import SamplingKernels
 from graftlm.kernels.grouped_codes import GroupedCodes
 from graftlm.kernels.kernel_set import Kernels
@@ -43,6 +44,7 @@ def cpu_kernels(library: Library, rest: Kernels, *, deterministic: bool = False)
         name=f"C++ ({library.level}), {rest.name}",
         plan_lora=lora.plan_lora,
         lora=lora.lora,
+        add=elementwise.add,
         rms_norm=elementwise.rms_norm,
         layer_norm=elementwise.layer_norm,
         add_rms_norm=elementwise.add_rms_norm,
@@ -58,4 +60,5 @@ def cpu_kernels(library: Library, rest: Kernels, *, deterministic: bool = False)
         token_logprobs=sampling.token_logprobs,
         pack=pack,
         pack_codes=pack_codes,
+        new_recorder=lambda: CallRecorder(library),
     )

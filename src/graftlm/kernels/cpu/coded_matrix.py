@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from graftlm.kernels.cpu.call_log import empty
 from graftlm.kernels.cpu.calls import DTYPE_CODES, address
 from graftlm.kernels.cpu.library import Library
 from graftlm.kernels.grouped_codes import SIGNED_BYTES, CodedValues, GroupedCodes, GroupValues, PlainValues
@@ -119,7 +120,7 @@ class CodedMatrix:
             x = x.index_select(1, self._order)
         elif x.stride(1) != 1:
             x = x.contiguous()
-        out = torch.empty((x.shape[0], self.shape[0]), dtype=x.dtype)
+        out = empty((x.shape[0], self.shape[0]), x.dtype)
         self._library.coded_linear(
             out.data_ptr(),
             x.data_ptr(),

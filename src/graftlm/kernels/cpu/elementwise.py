@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from graftlm.kernels.cpu.call_log import empty
 from graftlm.kernels.cpu.calls import DTYPE_CODES, address, takes
 from graftlm.kernels.cpu.library import Library
 from graftlm.kernels.kernel_set import Kernels
@@ -23,19 +26,33 @@ class ElementwiseKernels:
         self._library = library
         self._rest = rest
 
+    def add(self, branch: Tensor, residual: Tensor) -> Tensor:
+        if not _takes_sum(branch, residual):
+            return self._rest.add(branch, residual)
+        self._library.add(
+            branch.data_ptr(),
+            residual.data_ptr(),
+            DTYPE_CODES[branch.dtype],
+            branch.numel(),
+            torch.get_num_threads(),
+        )
+        return branch
+
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        if not takes(x) or not x.is_contiguous() or not _takes_gain(weight):
+        if not takes(x) or not _takes_gain(weight) or not _has_whole_rows(x):
             return self._rest.rms_norm(x, weight, eps)
-        out = torch.empty_like(x)
-        columns = x.shape[-1]
+        *rows, columns = x.shape
+        out = empty(x.shape, x.dtype)
         self._library.rms_norm(
             out.data_ptr(),
             x.data_ptr(),
             address(weight),
             DTYPE_CODES[x.dtype],
             0 if weight is None else DTYPE_CODES[weight.dtype],
-            x.numel() // columns,
+            rows[0] if rows else 1,
+            math.prod(rows[1:]),
             columns,
+            x.stride(0),
             eps,
             torch.get_num_threads(),
         )
@@ -44,7 +61,7 @@ class ElementwiseKernels:
     def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         if not takes(x, *(tensor for tensor in (weight, bias) if tensor is not None)) or not x.is_contiguous():
             return self._rest.layer_norm(x, weight, bias, eps)
-        out = torch.empty_like(x)
+        out = empty(x.shape, x.dtype)
         columns = x.shape[-1]
         self._library.layer_norm(
             out.data_ptr(),
@@ -64,7 +81,7 @@ class ElementwiseKernels:
     ) -> tuple[Tensor, Tensor]:
         if not _takes_sum(branch, residual) or not _takes_gain(weight):
             return self._rest.add_rms_norm(branch, residual, weight, eps)
-        out = torch.empty_like(branch)
+        out = empty(branch.shape, branch.dtype)
         columns = branch.shape[-1]
         self._library.add_rms_norm(
             out.data_ptr(),
@@ -86,7 +103,7 @@ class ElementwiseKernels:
         weights = (tensor for tensor in (weight, bias) if tensor is not None)
         if not _takes_sum(branch, residual) or not takes(branch, *weights):
             return self._rest.add_layer_norm(branch, residual, weight, bias, eps)
-        out = torch.empty_like(branch)
+        out = empty(branch.shape, branch.dtype)
         columns = branch.shape[-1]
         self._library.add_layer_norm(
             out.data_ptr(),
@@ -119,7 +136,7 @@ class ElementwiseKernels:
         if not takes(gate_up) or not gate_up.is_contiguous() or activation not in _ACTIVATION_CODES:
             return self._rest.gated_activation(gate_up, activation)
         rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((rows, columns), dtype=gate_up.dtype)
+        out = empty((rows, columns), gate_up.dtype)
         self._library.gated_activation(
             out.data_ptr(),
             gate_up.data_ptr(),
@@ -135,7 +152,7 @@ class ElementwiseKernels:
         if not takes(x, cos, sin) or x.stride(2) != 1 or not (cos.is_contiguous() and sin.is_contiguous()):
             return self._rest.apply_rotary(x, cos, sin)
         tokens, heads, head_dim = x.shape
-        out = torch.empty((tokens, heads, head_dim), dtype=x.dtype)
+        out = empty((tokens, heads, head_dim), x.dtype)
         self._library.apply_rotary(
             out.data_ptr(),
             x.data_ptr(),
@@ -160,6 +177,11 @@ def _takes_sum(branch: Tensor, residual: Tensor) -> bool:
         and branch.is_contiguous()
         and residual.is_contiguous()
     )
+
+
+def _has_whole_rows(x: Tensor) -> bool:
+    """Whether x[t] is contiguous for each t, which may lie apart."""
+    return x.is_contiguous() or x[0].is_contiguous()
 
 
 def _takes_gain(weight: Tensor | None) -> bool:

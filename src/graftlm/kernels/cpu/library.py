@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from graftlm.kernels.cpu.call_log import current_log
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +31,7 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, c
 # Of each function, in the order of its declaration.
 _ARGUMENTS: dict[str, Sequence[Any]] = {
     "graft_activate": (_POINTER, _POINTER, _INT, _INT, _LONG, _INT),
+    "graft_add": (_POINTER, _POINTER, _INT, _LONG, _INT),
     "graft_add_layer_norm": (_POINTER,) * 5 + (_INT, _LONG, _LONG, _FLOAT, _INT),
     "graft_add_rms_norm": (_POINTER,) * 4 + (_INT, _INT, _LONG, _LONG, _FLOAT, _INT),
     "graft_advise_huge_pages": (_POINTER, _LONG),
@@ -42,8 +46,9 @@ _ARGUMENTS: dict[str, Sequence[Any]] = {
     "graft_pack": (_POINTER, _POINTER, _INT, _LONG, _LONG, _INT),
     "graft_pack_codes": (_POINTER, _POINTER, _INT, _LONG, _LONG, _INT),
     "graft_paged_attention": (_POINTER,) * 5 + (_LONG, _POINTER, _POINTER, _INT, _INT, _INT),
+    "graft_replay": (_POINTER, _LONG),
     "graft_request_tiles": (),
-    "graft_rms_norm": (_POINTER,) * 3 + (_INT, _INT, _LONG, _LONG, _FLOAT, _INT),
+    "graft_rms_norm": (_POINTER,) * 3 + (_INT, _INT) + (_LONG,) * 4 + (_FLOAT, _INT),
     "graft_rotate_and_write": (_POINTER,) * 9 + (_INT, _LONG, _INT),
     "graft_token_logprobs": (_POINTER,) * 6 + (_INT,) + (_LONG,) * 4 + (_INT,),
     "graft_turned_coded_linear": (_POINTER,) * 3 + (_INT,) + (_LONG,) * 3 + (_INT,),
@@ -67,10 +72,37 @@ class Library:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(functions, name)
             function.argtypes = arguments
+            recorded = getattr(functions, f"{name}_recorded", None)
+            if recorded is not None:
+                function = _RecordableFunction(function, ctypes.cast(recorded, _POINTER).value or 0)
             setattr(self, name.removeprefix("graft_"), function)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the kernel library has no function {name}")
+
+
+class _RecordableFunction:
+    """A function whose calls go to the calling thread's log, too, where there is one. recorded: the address of what
+    takes its arguments as words."""
+
+    def __init__(self, function: Any, recorded: int) -> None:
+        self._function = function
+        self._recorded = recorded
+
+    def __call__(self, *arguments: Any, keep: Sequence[object] = ()) -> Any:
+        """keep: what is at addresses among the arguments, where the caller lets go of it."""
+        log = current_log()
+        if log is not None:
+            log.add(self._recorded, [_word(argument) for argument in arguments], keep)
+        return self._function(*arguments)
+
+
+def _word(argument: float | None) -> int:
+    """As csrc's `argument` reads it."""
+    if isinstance(argument, float):
+        bits: int = struct.unpack("i", struct.pack("f", argument))[0]
+        return bits
+    return 0 if argument is None else int(argument)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from graftlm.kernels.cpu.calls import DTYPE_CODES, takes
 from graftlm.kernels.cpu.library import Library
+from graftlm.kernels.cpu.plan_table import PlanTable
 from graftlm.kernels.kernel_set import Kernels, LoraPlan
 from graftlm.kernels.reference.lora import AdapterRows, LoraSegment, LoraUpdate, LoraUpdates
 
@@ -48,18 +50,8 @@ class LoraKernels:
         for index, own in enumerate(taken):
             whole = np.pad(own, (0, len(places) - len(own))) if len(own) < len(places) else own
             table[:, index, 2] = whole if asked is None else whole[asked]
-        is_changed = np.any(table[:, :, 2], axis=1)
-        names = places if layers is None else [layer for layer in layers if layer in places]
-        address, layer_bytes = table.ctypes.data, len(adapters) * 3 * table.itemsize
-        return _Plan(
-            adapters=adapters,
-            table=table,
-            starts={
-                layer: address + place * layer_bytes
-                for place, (layer, changed) in enumerate(zip(names, is_changed, strict=True))
-                if changed
-            },
-        )
+        names = tuple(places) if layers is None else tuple(layer for layer in layers if layer in places)
+        return _Plan(adapters=adapters, layers=names, memory=PlanTable(table))
 
     def _addresses_of(self, updates: LoraUpdates) -> np.ndarray | None:
         """For each layer's place the address of its update, or 0; None if the library does not take them all."""
@@ -97,10 +89,10 @@ class LoraKernels:
         if others:
             self._rest.lora(out, x, others)
         if table:
-            self._add(out, x, table.buffer_info()[0], len(table) // 3)
+            self._add(out, x, table.buffer_info()[0], len(table) // 3, keep=(table,))
         return None
 
-    def _add(self, out: Tensor, x: Tensor, segments: int, count: int) -> None:
+    def _add(self, out: Tensor, x: Tensor, segments: int, count: int, keep: Sequence[object] = ()) -> None:
         """segments: the address of `count` of csrc's `Segment`s."""
         self._library.lora(
             out.data_ptr(),
@@ -115,20 +107,55 @@ class LoraKernels:
             out.stride(0),
             self._by_row,
             torch.get_num_threads(),
+            keep=keep,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """table: int64 [layers, adapters, 3]. starts: where in it a layer's segments are, if any has an update."""
+    """layers: that may be asked about. memory: csrc's `Segment`s of each of them, [layers, adapters, 3]."""
 
     adapters: Sequence[AdapterRows]
-    table: np.ndarray
-    starts: dict[str, int]
+    layers: tuple[str, ...]
+    memory: PlanTable
 
     def segments(self, layer: str) -> Iterable[LoraSegment] | None:
-        start = self.starts.get(layer)
+        start = self._starts.get(layer)
         return None if start is None else _PlannedSegments(self, layer, start)
+
+    @property
+    def layout(self) -> Hashable:
+        """As `RecordablePlan`: which layers are changed. The number of adapters counts by powers of two."""
+        return self.layers, self._is_changed.tobytes(), self._capacity
+
+    def held(self) -> _Plan:
+        """As `RecordablePlan`."""
+        return replace(self, memory=self.memory.copy(capacity=self._capacity))
+
+    @property
+    def count(self) -> int:
+        """How many segments each layer has; those beyond the adapters are empty."""
+        count: int = self.memory.entries.shape[1]
+        return count
+
+    @property
+    def _capacity(self) -> int:
+        return 1 << (len(self.adapters) - 1).bit_length()
+
+    @cached_property
+    def _is_changed(self) -> np.ndarray:
+        changed: np.ndarray = np.any(self.memory.entries[:, :, 2], axis=1)
+        return changed
+
+    @cached_property
+    def _starts(self) -> dict[str, int]:
+        """Where a layer's segments are, if any has an update."""
+        entries, address = self.memory.entries, self.memory.address
+        return {
+            layer: address + place * entries.strides[0]
+            for place, (layer, changed) in enumerate(zip(self.layers, self._is_changed, strict=True))
+            if changed
+        }
 
 
 class _PlannedSegments:
@@ -138,7 +165,7 @@ class _PlannedSegments:
         self._plan = plan
         self._layer = layer
         self.address = address
-        self.count = len(plan.adapters)
+        self.count = plan.count
 
     def __iter__(self) -> Iterator[LoraSegment]:
         """For what the library does not take."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graftlm.kernels.cpu.call_log import empty
 from graftlm.kernels.cpu.calls import DTYPE_CODES, address
 from graftlm.kernels.cpu.library import Library
 
@@ -36,7 +37,7 @@ class PackedMatrix:
         rows, columns = self.shape
         if x.stride(1) != 1:
             x = x.contiguous()
-        out = torch.empty((x.shape[0], rows), dtype=x.dtype)
+        out = empty((x.shape[0], rows), x.dtype)
         self._library.linear(
             out.data_ptr(),
             x.data_ptr(),

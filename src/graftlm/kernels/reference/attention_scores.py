@@ -11,7 +11,7 @@ from torch.nn import functional
 from graftlm.kernels.reference.precision import widened
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionScores:
     """How scores are made of products q . k.
 

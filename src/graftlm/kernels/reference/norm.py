@@ -1,4 +1,4 @@
-"""Normalisation."""
+"""Sums of branches, and normalisation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from graftlm.kernels.reference.precision import widened
+
+
+def add(branch: Tensor, residual: Tensor) -> Tensor:
+    """`ops.add`. Differentiable."""
+    return branch + residual
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -38,6 +38,8 @@ def test_plain_rows_run_the_same_operations_beside_adapters_of_other_kinds(
     plain = {name: adapters[name] for name in ("red", "green")}
     llm = LLM(llama, adapters=plain, kv_cache_bytes=64 * BLOCK_BYTES, prefix_cache=False)
     names: list[str | None] = ["red", None, "green", "red"]
+    # Steps that come for the first time are recorded.
+    operations(llm, names)
     before = operations(llm, names)
     others = {
         "dora": make_adapter(llama, tmp_path / "dora", use_dora=True),

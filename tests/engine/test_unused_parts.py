@@ -38,9 +38,9 @@ def test_plain_rows_run_the_same_operations_beside_adapters_of_other_kinds(
     plain = {name: adapters[name] for name in ("red", "green")}
     llm = LLM(llama, adapters=plain, kv_cache_bytes=64 * BLOCK_BYTES, prefix_cache=False)
     names: list[str | None] = ["red", None, "green", "red"]
-    # Steps that come for the first time are recorded.
-    operations(llm, names)
-    before = operations(llm, names)
+    # Played back are steps that came before, after the first of all.
+    for _ in range(3):
+        before = operations(llm, names)
     others = {
         "dora": make_adapter(llama, tmp_path / "dora", use_dora=True),
         "rows": make_adapter(llama, tmp_path / "rows", trainable_token_indices=[5, 9]),

@@ -57,24 +57,20 @@ def test_a_recording_computes_from_what_is_in_its_inputs_now(
     x, other = noise(3, HIDDEN, seed=8, dtype=dtype), noise(3, HIDDEN, seed=9, dtype=dtype)
     expected, expected_of_other = compute(x.clone()), compute(other.clone())
     assert not torch.equal(expected, expected_of_other)
-    held = x.clone()
-    recording = recorder.record(lambda: compute(compute(held)))
+    recording = recorder.record([x], lambda inputs: compute(compute(inputs[0])))
     assert torch.equal(recording.result, compute(expected))
-    held.copy_(other)
-    recording.play()
-    assert torch.equal(recording.result, compute(expected_of_other))
+    assert torch.equal(recording.play([other]), compute(expected_of_other))
 
 
 @torch.inference_mode()
 def test_recordings_that_share_memory_are_played_in_turn(kernels: Kernels, recorder: Recorder) -> None:
-    compute = layer(kernels, torch.float32)
-    held = [noise(3, HIDDEN, seed=seed) for seed in (8, 9)]
-    expected = [compute(x.clone()) for x in held]
-    recordings = [recorder.record(lambda x=x: compute(x)) for x in held]  # type: ignore[misc]
-    for index in (0, 1, 1, 0):
-        recordings[index].result.zero_()
-        recordings[index].play()
-        assert torch.equal(recordings[index].result, expected[index])
+    once = layer(kernels, torch.float32)
+    x, other = (noise(3, HIDDEN, seed=seed) for seed in (8, 9))
+    single = recorder.record([x], lambda inputs: once(inputs[0]))
+    double = recorder.record([x], lambda inputs: once(once(inputs[0])))
+    for given in (x, other, x):
+        assert torch.equal(single.play([given]), once(given.clone()))
+        assert torch.equal(double.play([given]), once(once(given.clone())))
 
 
 @DTYPES
@@ -95,11 +91,10 @@ def test_sequences_in_other_places_take_the_place_of_those_recorded(
     first, second = plan([3, 6], [[0], [1, 2]]), plan([11, 2], [[5, 3, 4], [0]])
     assert first.layout == second.layout
     held = first.held()
-    recording = recorder.record(lambda: kernels.paged_attention(query, *caches, held, SCORES))
+    recording = recorder.record([query], lambda inputs: kernels.paged_attention(inputs[0], *caches, held, SCORES))
     for other in (first, second, first):
         held.memory.take_over(other.memory)
-        recording.play()
-        assert torch.equal(recording.result, kernels.paged_attention(query, *caches, other, SCORES))
+        assert torch.equal(recording.play([query]), kernels.paged_attention(query, *caches, other, SCORES))
     assert not torch.equal(
         kernels.paged_attention(query, *caches, first, SCORES), kernels.paged_attention(query, *caches, second, SCORES)
     )
@@ -115,7 +110,7 @@ def adapter(rank: int, seed: int, layers: tuple[str, ...] = ("up",)) -> LoraUpda
 def test_other_adapters_take_the_place_of_those_recorded(kernels: Kernels, recorder: Recorder) -> None:
     """More or fewer of them, up to the next power of two, of other ranks and on other rows."""
     one, two, three, four = (adapter(rank, 10 * rank) for rank in (3, 5, 8, 16))
-    x = noise(9, 16, seed=1)
+    x, base = noise(9, 16, seed=1), torch.zeros(9, 24)
 
     def plan(*rows: tuple[int, int, LoraUpdates]) -> RecordableLoraPlan:
         made = kernels.plan_lora([AdapterRows(*each) for each in rows], None)
@@ -135,14 +130,12 @@ def test_other_adapters_take_the_place_of_those_recorded(kernels: Kernels, recor
     ]
     assert len({each.layout for each in plans}) == 1
     assert plan((0, 9, one)).layout != plans[0].layout
-    held, out = plans[0].held(), torch.zeros(9, 24)
-    recording = recorder.record(lambda: add(out, held))
+    held = plans[0].held()
+    recording = recorder.record([base], lambda inputs: add(inputs[0], held))
     for other in (*plans, plans[0]):
         held.memory.take_over(other.memory)
-        out.zero_()
-        recording.play()
-        expected = add(torch.zeros(9, 24), other)
-        assert torch.equal(out, expected)
+        expected = add(base.clone(), other)
+        assert torch.equal(recording.play([base]), expected)
         assert expected.abs().max() > 1
 
 
@@ -168,5 +161,6 @@ NOT_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_what_torch_computes_cannot_be_recorded(kernels: Kernels, recorder: Recorder, operation: str) -> None:
     x = noise(3, HIDDEN, seed=1)
     with pytest.raises(NotRecordable):
-        recorder.record(lambda: kernels.add(NOT_CALLS[operation](x), x))
-    assert torch.equal(recorder.record(lambda: kernels.rms_norm(x, None, 1e-5)).result, kernels.rms_norm(x, None, 1e-5))
+        recorder.record([x], lambda inputs: kernels.add(NOT_CALLS[operation](inputs[0]), x))
+    recording = recorder.record([x], lambda inputs: kernels.rms_norm(inputs[0], None, 1e-5))
+    assert torch.equal(recording.result, kernels.rms_norm(x, None, 1e-5))

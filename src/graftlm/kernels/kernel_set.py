@@ -84,23 +84,28 @@ class NotRecordable(Exception):
 
 
 class Recording(Protocol):
-    """A computation that can be done again, with whatever is now where its inputs were."""
+    """A computation that can be done again, and that has just been done."""
 
     @property
     def result(self) -> Tensor:
-        """Where each play puts what was computed."""
+        """What was computed. Asked before another recording is made or played."""
         ...
 
-    def play(self) -> None: ...
+    def play(self, inputs: Sequence[Tensor]) -> Tensor:
+        """What is computed from other inputs of the same shapes, and from what plans hold now."""
+        ...
 
 
 class Recorder(Protocol):
     """Makes recordings of which one at a time is played."""
 
-    def record(self, compute: Callable[[], Tensor]) -> Recording:
+    def record(self, inputs: Sequence[Tensor], compute: Callable[[Sequence[Tensor]], Tensor]) -> Recording:
         """Compute, and be able to do it again.
 
-        Args: compute: which must decide nothing by the content of a tensor.
+        Args:
+            compute: is given copies of the inputs, and must decide nothing by the content of a tensor; its result is
+                contiguous.
+
         Raises:
             NotRecordable: in the middle of it.
         """

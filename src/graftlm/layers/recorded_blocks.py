@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,53 +28,62 @@ from graftlm.layers.step import DecoderStep
 
 logger = logging.getLogger(__name__)
 
-# Steps of more rows compute for so much longer than Python takes that a recording gains nothing.
-MAX_ROWS = 128
-# Each has a few dozen kilobytes of calls and inputs.
+T = TypeVar("T")
+
+# Of the hidden states: where they are more, layers compute for so much longer than Python takes that a recording gains
+# little, and holds much memory.
+MAX_ELEMENTS = 1 << 19
+# Each has a few dozen kilobytes of calls.
 MAX_RECORDINGS = 512
+# Layouts that came once.
+MAX_SEEN = 4096
 
 
 class RecordedBlocks:
     """`BlocksRunner` of the layers of one span, whose steps come one after the other.
 
-    A step is recorded if all that its adapters do to the layers is low-rank updates, and if the layers then do nothing
-    but call kernels that can be recorded; the others are computed as they come. Which adapters they are, where
-    sequences are and how long they are may differ from the recorded step's.
+    A step whose layout came before is recorded, and later ones are played back, if all that their adapters do to the
+    layers is low-rank updates, and if the layers then do nothing but call kernels that can be recorded; the others are
+    computed as they come. Which adapters they are, where sequences are and how long they are may differ from the
+    recorded step's.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder: Recorder | None = recorder
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._recorded: OrderedDict[Hashable, _RecordedStep] = OrderedDict()
-        self._has_begun = False
 
     def __call__(self, blocks: Sequence[Block], hidden: Tensor, step: DecoderStep) -> Tensor:
-        # What layers make once for themselves is made in a step that is not recorded.
-        is_first, self._has_begun = not self._has_begun, True
-        if self._recorder is None or is_first or len(hidden) > MAX_ROWS:
+        if self._recorder is None or hidden.numel() > MAX_ELEMENTS:
             return run_blocks(blocks, hidden, step)
         inputs = _inputs(hidden, step)
         if inputs is None:
             return run_blocks(blocks, hidden, step)
-        recorded = self._recorded.get(inputs.layout)
-        if recorded is None:
+        layout = inputs.layout
+        recorded = self._recorded.get(layout)
+        if recorded is not None:
+            self._recorded.move_to_end(layout)
+            return recorded.play(inputs)
+        if layout in self._seen:
+            del self._seen[layout]
             return self._record(self._recorder, blocks, inputs)
-        self._recorded.move_to_end(inputs.layout)
-        return recorded.play(inputs)
+        _put(self._seen, layout, None, MAX_SEEN)
+        return run_blocks(blocks, hidden, step)
 
     def _record(self, recorder: Recorder, blocks: Sequence[Block], inputs: _Inputs) -> Tensor:
         """The step's result."""
-        held = inputs.held()
+        plans = tuple(plan.held() for plan in inputs.plans)
         try:
-            recording = recorder.record(lambda: run_blocks(blocks, held.hidden, held.step))
+            recording = recorder.record(
+                inputs.tensors, lambda tensors: run_blocks(blocks, tensors[0], inputs.step_over(tensors, plans))
+            )
         except NotRecordable as operation:
             logger.info("steps are not recorded here: the layers call %s", operation)
             self._recorder = None
             return run_blocks(blocks, inputs.hidden, inputs.step)
-        memories = tuple(plan.memory for plan in held.plans)
-        self._recorded[inputs.layout] = _RecordedStep(tensors=held.tensors, memories=memories, recording=recording)
-        if len(self._recorded) > MAX_RECORDINGS:
-            self._recorded.popitem(last=False)
-        return recording.result.clone()
+        recorded = _RecordedStep(memories=tuple(plan.memory for plan in plans), recording=recording)
+        _put(self._recorded, inputs.layout, recorded, MAX_RECORDINGS)
+        return recording.result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +103,6 @@ class _Inputs:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """In the order of `held`."""
         angles = (tensor for angles in self.step.angles.values() for tensor in angles)
         return self.hidden, *angles, *self.step.layer_inputs.values(), *(group.slots for group in self.groups)
 
@@ -102,39 +111,34 @@ class _Inputs:
         attention = (group.attention for group in self.groups)
         return (*attention,) if self.lora is None else (*attention, self.lora)
 
-    def held(self) -> _Inputs:
-        """The same in memory of its own."""
-        batch = self.step.batch
-        lora = None if self.lora is None else self.lora.held()
-        groups = tuple(
-            CacheGroupBatch(slots=_copied(group.slots), attention=group.attention.held()) for group in self.groups
-        )
-        step = replace(
+    def step_over(self, tensors: Sequence[Tensor], plans: Sequence[RecordablePlan]) -> DecoderStep:
+        """The step with others in the place of its own."""
+        batch, rest = self.step.batch, iter(tensors[1:])
+        angles = {rotary: Angles(next(rest), next(rest)) for rotary in self.step.angles}
+        layer_inputs = {layer: next(rest) for layer in self.step.layer_inputs}
+        attention, lora = plans[: len(self.groups)], plans[len(self.groups) :]
+        groups = tuple(CacheGroupBatch(slots=next(rest), attention=plan) for plan in attention)
+        plan = next((plan for plan in lora if isinstance(plan, RecordableLoraPlan)), None)
+        return replace(
             self.step,
-            batch=replace(batch, segments=Segments(batch.segments, plan=lora)),
+            batch=replace(batch, segments=Segments(batch.segments, plan=plan)),
             key_values=PagedKeyValues(cache=self.cache, groups=groups),
-            angles={rotary: Angles(*map(_copied, angles)) for rotary, angles in self.step.angles.items()},
-            layer_inputs={layer: _copied(tensor) for layer, tensor in self.step.layer_inputs.items()},
+            angles=angles,
+            layer_inputs=layer_inputs,
         )
-        return _Inputs(hidden=_copied(self.hidden), step=step, cache=self.cache, groups=groups, lora=lora)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RecordedStep:
-    """tensors, memories: where the recording reads its inputs."""
+    """memories: of the plans that it was recorded with."""
 
-    tensors: tuple[Tensor, ...]
     memories: tuple[PlanMemory, ...]
     recording: Recording
 
     def play(self, inputs: _Inputs) -> Tensor:
-        for own, tensor in zip(self.tensors, inputs.tensors, strict=True):
-            own.copy_(tensor)
         for memory, plan in zip(self.memories, inputs.plans, strict=True):
             memory.take_over(plan.memory)
-        self.recording.play()
-        # The next step's result will be where this one's is.
-        return self.recording.result.clone()
+        return self.recording.play(inputs.tensors)
 
 
 def _inputs(hidden: Tensor, step: DecoderStep) -> _Inputs | None:
@@ -148,5 +152,8 @@ def _inputs(hidden: Tensor, step: DecoderStep) -> _Inputs | None:
     return _Inputs(hidden=hidden, step=step, cache=key_values.cache, groups=key_values.groups, lora=lora)
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
+def _put(entries: OrderedDict[Hashable, T], key: Hashable, value: T, limit: int) -> None:
+    """Beyond the limit the one that was asked for longest ago goes."""
+    entries[key] = value
+    if len(entries) > limit:
+        entries.popitem(last=False)

@@ -18,20 +18,28 @@ _ALIGNMENT = 64
 
 
 class Arena:
-    """Memory that is handed out by size, and again once no tensor is in it any more. It never goes back to the system:
-    calls in a log hold its addresses."""
+    """Memory that is handed out in blocks, and again once no tensor is in it any more. It never goes back to the
+    system: calls in a log hold its addresses. Sizes are powers of two, so that steps of other numbers of rows share
+    them."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[np.ndarray]] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
-        free = self._free.setdefault(num_bytes, [])
-        block = free.pop() if free else _aligned(num_bytes)
+        capacity = 1 << (num_bytes - 1).bit_length()
+        free = self._free.setdefault(capacity, [])
+        block = free.pop() if free else _aligned(capacity)
         # A tensor's storage holds what it was made from, and with it this, for as long as any view of it is there.
         lease = (ctypes.c_char * num_bytes).from_buffer(block.data)
         weakref.finalize(lease, free.append, block)
         return torch.frombuffer(lease, dtype=dtype).view(tuple(shape))
+
+    @staticmethod
+    def unleased(tensor: Tensor) -> Tensor:
+        """The same memory, which may be handed out to others. tensor: of an arena that lives on, contiguous."""
+        memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+        return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
 class CallLog:

@@ -17,31 +17,39 @@ from graftlm.kernels.kernel_set import NotRecordable
 
 
 class CallRecorder:
-    """Recordings of one recorder share memory for what they compute: they are played one at a time."""
+    """As `kernel_set.Recorder`. All memory of its recordings but their calls is shared among them."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
         self._arena = Arena()
 
-    def record(self, compute: Callable[[], Tensor]) -> CallRecording:
-        """As `kernel_set.Recorder`."""
+    def record(self, inputs: Sequence[Tensor], compute: Callable[[Sequence[Tensor]], Tensor]) -> CallRecording:
         log = CallLog(self._arena)
+        held = [log.empty(tensor.shape, tensor.dtype).copy_(tensor) for tensor in inputs]
         with logging_to(log), _ViewsOnly():  # type: ignore[no-untyped-call]
-            result = compute()
-        return CallRecording(self._library, log, result)
+            result = compute(held)
+        return CallRecording(self._library, log, [Arena.unleased(tensor) for tensor in held], Arena.unleased(result))
 
 
 class CallRecording:
-    """result: where each play puts what was computed."""
+    """As `kernel_set.Recording`. inputs, result: where its calls read and write."""
 
-    def __init__(self, library: Library, log: CallLog, result: Tensor) -> None:
-        self.result = result
+    def __init__(self, library: Library, log: CallLog, inputs: Sequence[Tensor], result: Tensor) -> None:
         self._library = library
         self._log = log
         self._address = log.words.buffer_info()[0]
+        self._inputs = inputs
+        self._result = result
 
-    def play(self) -> None:
+    @property
+    def result(self) -> Tensor:
+        return self._result.clone()
+
+    def play(self, inputs: Sequence[Tensor]) -> Tensor:
+        for own, tensor in zip(self._inputs, inputs, strict=True):
+            own.copy_(tensor)
         self._library.replay(self._address, self._log.num_calls)
+        return self.result
 
 
 class _ViewsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]

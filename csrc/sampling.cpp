@@ -99,6 +99,15 @@ template <typename T> class Row {
         body(place, value);
     }
     template <typename Body> void each(const Body &body) const { each(0, count_, body); }
+    // Of blocks with takes(largest) only.
+    template <typename Takes, typename Body> void each_where(const Takes &takes, const Body &body) const {
+        for (size_t block = 0; block < maxima_.size(); block++)
+            if (takes(maxima_[block])) each(int64_t(block) * kBlock, int64_t(block + 1) * kBlock, body);
+    }
+
+    // Keys stand in the order of tokens: the larger key is the better token, of equals the first.
+    uint64_t key(int64_t place) const { return uint64_t(sortable(at(place))) << 32 | uint32_t(~uint32_t(place)); }
+    static uint32_t place(uint64_t key) { return ~uint32_t(key); }
 
     // Places of the `wanted` largest, best first and of equals the first first.
     std::vector<uint32_t> best(int64_t wanted) const {
@@ -110,7 +119,7 @@ template <typename T> class Row {
         }
         std::sort(keys.begin(), keys.end(), std::greater<uint64_t>());
         std::vector<uint32_t> places(keys.size());
-        for (size_t i = 0; i < keys.size(); i++) places[i] = ~uint32_t(keys[i]);
+        for (size_t i = 0; i < keys.size(); i++) places[i] = place(keys[i]);
         return places;
     }
 
@@ -140,24 +149,31 @@ template <typename T> class Row {
         return keys;
     }
 
-    uint64_t key(int64_t place) const { return uint64_t(sortable(at(place))) << 32 | uint32_t(~uint32_t(place)); }
-
     const T *logits_;
     int64_t count_;
     std::vector<float> maxima_;
     float largest_ = -kInfinity;
 };
 
-// Of logits, e^((logit - largest) / temperature): their probabilities but for a factor.
-struct Weighing {
-    float largest, temperature;
+// Of logits, e^-distance with distance (largest - logit) / temperature: their probabilities but for a factor.
+class Weighing {
+  public:
+    // From here on there is no weight.
+    static constexpr float kFar = 87.0f;
 
-    Vec operator()(Vec logits) const {
-        Vec scaled = (logits - largest) / temperature;
-        Vec weights = select(scaled > splat(-87.0f), exp(scaled), splat(0.0f));
-        return select(logits == splat(largest), splat(1.0f), weights);
+    Weighing(float largest, float temperature) : largest_(largest), scale_(1.0f / temperature) {}
+
+    // From 0 to kFar, which NaN has as well.
+    Vec distances(Vec logits) const {
+        Vec distances = min((largest_ - logits) * scale_, splat(kFar));
+        return select(logits == splat(largest_), splat(0.0f), distances);
     }
+    static Vec at(Vec distances) { return select(distances < splat(kFar), exp(-distances), splat(0.0f)); }
+    Vec operator()(Vec logits) const { return at(distances(logits)); }
     float operator()(float logit) const { return (*this)(splat(logit))[0]; }
+
+  private:
+    float largest_, scale_;
 };
 
 // The first place at which the weights, added up, exceed a share of their total.
@@ -190,41 +206,116 @@ template <typename T> int64_t draw_from_all(const Row<T> &row, const Weighing &w
     return chosen;
 }
 
-// The same of the best, in their order, that top_k, top_p and min_p leave.
+// A row's tokens, best first, as far as they are asked for. Weights are added up in buckets of tokens that are about as
+// far from the best, and a bucket is sorted once what is looked for is known to be in it: time is linear in the row.
+template <typename T> class Ranking {
+  public:
+    // A token, and the weight of all up to it.
+    struct Found {
+        int64_t token;
+        double weight;
+    };
+
+    // least: of the weights that count.
+    Ranking(const Row<T> &row, const Weighing &weigh, double least)
+        : row_(row), weigh_(weigh), least_(float(least)), buckets_(kBuckets) {
+        DoubleVec lanes{};
+        row.each_where([&](float largest) { return weigh_(largest) > 0.0f; }, [&](int64_t, Vec logits) {
+            Vec distances = weigh_.distances(logits), weights = Weighing::at(distances);
+            lanes += __builtin_convertvector(weights, DoubleVec);
+            add(bucket_of(distances), __builtin_convertvector(counted(weights), DoubleVec));
+        });
+        total_ = sum(lanes);
+    }
+
+    // Of all weights, those that do not count too.
+    double total() const { return total_; }
+
+    // The first at which is_reached(weight of all up to it), or the last that counts.
+    template <typename Reached> Found find(const Reached &is_reached) const {
+        Found found{-1, 0.0};
+        size_t last = buckets_.size();
+        while (buckets_[last - 1] == 0.0) last--;
+        size_t bucket = 0;
+        while (bucket + 1 < last && !(buckets_[bucket] > 0.0 && is_reached(found.weight + buckets_[bucket])))
+            found.weight += buckets_[bucket++];
+        for (uint64_t key : keys_of(uint32_t(bucket))) {
+            found.token = Row<T>::place(key);
+            found.weight += double(weigh_(row_.at(found.token)));
+            if (is_reached(found.weight)) break;
+        }
+        return found;
+    }
+
+  private:
+    // The first bits of a distance, in whose order distances stand.
+    static constexpr int kShift = 15;
+    static constexpr size_t kBuckets = (0x42ae0000u >> kShift) + 1;  // of kFar
+    static UintVec bucket_of(Vec distances) { return (UintVec)distances >> kShift; }
+
+    Vec counted(Vec weights) const { return select(weights >= splat(least_), weights, splat(0.0f)); }
+
+    void add(UintVec buckets, DoubleVec weights) {
+        for (int lane = 0; lane < kLanes; lane++) buckets_[buckets[lane]] += weights[lane];
+    }
+
+    // Of the tokens of a bucket that count, best first.
+    std::vector<uint64_t> keys_of(uint32_t bucket) const {
+        std::vector<uint64_t> keys;
+        row_.each_where([&](float largest) { return bucket_of(weigh_.distances(splat(largest)))[0] <= bucket; },
+                        [&](int64_t place, Vec logits) {
+            Vec distances = weigh_.distances(logits);
+            IntVec is_there = (IntVec)(bucket_of(distances) == bucket);
+            if (!any(is_there)) return;
+            is_there &= Weighing::at(distances) >= splat(least_);
+            for (int lane = 0; lane < kLanes; lane++)
+                if (is_there[lane]) keys.push_back(row_.key(place + lane));
+        });
+        std::sort(keys.begin(), keys.end(), std::greater<uint64_t>());
+        return keys;
+    }
+
+    const Row<T> &row_;
+    const Weighing &weigh_;
+    float least_;
+    double total_;
+    std::vector<double> buckets_;
+};
+
+// The same of the best, in their order, that top_p and min_p leave.
 template <typename T>
 int64_t draw_from_best(const Row<T> &row, const Weighing &weigh, const Draw &how, double share) {
-    constexpr int64_t kFirst = 256, kMore = 8;
-    bool takes_top_k = how.top_k > 0;
-    int64_t most = takes_top_k ? std::min(how.top_k, row.count()) : row.count();
+    Ranking<T> ranking(row, weigh, how.min_p);
+    double most = how.top_p < 1.0 ? how.top_p * ranking.total() : std::numeric_limits<double>::infinity();
+    auto kept = ranking.find([=](double weight) { return weight >= most; });
+    double threshold = share * kept.weight;
+    if (threshold >= kept.weight) return kept.token;
+    return ranking.find([=](double weight) { return weight > threshold; }).token;
+}
+
+// The same where there is top_k.
+template <typename T>
+int64_t draw_from_top_k(const Row<T> &row, const Weighing &weigh, const Draw &how, double share) {
+    std::vector<uint32_t> places = row.best(std::min(how.top_k, row.count()));
+    std::vector<float> weights(places.size());
     double total = 0.0;
-    if (how.top_p < 1.0 && !takes_top_k) {
-        DoubleVec lanes{};
-        row.each([&](int64_t, Vec logits) { lanes += __builtin_convertvector(weigh(logits), DoubleVec); });
-        total = sum(lanes);
+    for (size_t i = 0; i < places.size(); i++) {
+        weights[i] = weigh(row.at(places[i]));
+        total += double(weights[i]);
     }
-    for (int64_t wanted = takes_top_k ? most : std::min(most, kFirst);; wanted = std::min(most, wanted * kMore)) {
-        std::vector<uint32_t> places = row.best(wanted);
-        std::vector<float> weights(places.size());
-        for (size_t i = 0; i < places.size(); i++) weights[i] = weigh(row.at(places[i]));
-        if (takes_top_k) {
-            total = 0.0;
-            for (float weight : weights) total += double(weight);
-        }
-        double kept = 0.0;
-        size_t count = 0;
-        for (; count < places.size(); count++) {
-            double weight = double(weights[count]);
-            if (weight <= 0.0 || weight < how.min_p || (how.top_p < 1.0 && kept >= how.top_p * total)) break;
-            kept += weight;
-        }
-        if (count == places.size() && wanted < most) continue;
-        double threshold = share * kept, before = 0.0;
-        for (size_t i = 0; i < count; i++) {
-            before += double(weights[i]);
-            if (before > threshold) return places[i];
-        }
-        return places[count - 1];
+    double kept = 0.0;
+    size_t count = 0;
+    for (; count < places.size(); count++) {
+        double weight = double(weights[count]);
+        if (weight <= 0.0 || weight < how.min_p || (how.top_p < 1.0 && kept >= how.top_p * total)) break;
+        kept += weight;
     }
+    double threshold = share * kept, before = 0.0;
+    for (size_t i = 0; i < count; i++) {
+        before += double(weights[i]);
+        if (before > threshold) return places[i];
+    }
+    return places[count - 1];
 }
 
 template <typename T> int64_t draw(const T *logits, int64_t count, const Draw &how) {
@@ -232,9 +323,11 @@ template <typename T> int64_t draw(const T *logits, int64_t count, const Draw &h
     if (row.at(0) != row.at(0) || row.largest() == -kInfinity) return -1;
     if (how.temperature == 0.0 || how.top_k == 1) return row.first_of_largest();
     // What float32 cannot tell from 0 or infinity would make NaN of the best token or of those that are ruled out.
-    Weighing weigh{row.largest(), float(std::clamp(how.temperature, double(FLT_MIN), double(FLT_MAX)))};
-    bool is_whole = how.top_k <= 0 && how.top_p >= 1.0 && how.min_p <= 0.0;
-    return is_whole ? draw_from_all(row, weigh, uniform(how)) : draw_from_best(row, weigh, how, uniform(how));
+    Weighing weigh(row.largest(), float(std::clamp(how.temperature, double(FLT_MIN), double(FLT_MAX))));
+    double share = uniform(how);
+    if (how.top_k > 0) return draw_from_top_k(row, weigh, how, share);
+    return how.top_p < 1.0 || how.min_p > 0.0 ? draw_from_best(row, weigh, how, share)
+                                              : draw_from_all(row, weigh, share);
 }
 
 template <typename T>

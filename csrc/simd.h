@@ -152,6 +152,19 @@ inline float largest(Vec value) {
     return joined(value, [](auto a, auto b) { return a > b ? a : b; });
 }
 
+// Whether any lane of a comparison holds.
+inline bool any(IntVec where) {
+#if defined(__AVX512DQ__)
+    return _mm512_movepi32_mask((__m512i)where) != 0;
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps((__m256)where) != 0;
+#else
+    int32_t found = 0;
+    for (int lane = 0; lane < kLanes; lane++) found |= where[lane];
+    return found != 0;
+#endif
+}
+
 inline Vec select(IntVec where, Vec yes, Vec no) {
     return (Vec)(((IntVec)yes & where) | ((IntVec)no & ~where));
 }

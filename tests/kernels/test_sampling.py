@@ -44,6 +44,17 @@ def test_tokens_are_those_of_the_twin(kernels: Kernels, dtype: torch.dtype, size
     assert kernels.draw_tokens(logits, draws) == REFERENCE.draw_tokens(logits, draws)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_large_vocabulary_is_cut_where_the_twin_cuts_it(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Also where all but one are about as far from the best, and where only a few are left."""
+    logits = rows(24, 30_000, dtype=dtype)
+    logits[8:16] = logits[8:16] / 1000 + torch.where(torch.arange(30_000) == 17, 9.0, 0.0).to(dtype)
+    logits[16:, 100:29_000] = -torch.inf
+    hows = [{"top_p": 0.95}, {"top_p": 0.1}, {"min_p": 1e-3}, {"top_p": 0.99, "min_p": 1e-2}]
+    draws = [draw(seed, temperature=1.0 + seed % 3, **hows[seed % 4]) for seed in range(24)]  # type: ignore[arg-type]
+    assert kernels.draw_tokens(logits, draws) == REFERENCE.draw_tokens(logits, draws)
+
+
 def test_random_numbers_are_numpys(kernels: Kernels) -> None:
     """Of 4096 equal logits the one at the random number's place is taken, whatever the three parts of its key."""
     flat = torch.zeros(1, 4096)

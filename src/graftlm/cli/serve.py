@@ -125,6 +125,13 @@ def serve(
     access_log: Annotated[
         bool, typer.Option("--access-log", help="Write a line of JSON to stderr for every request.")
     ] = False,
+    ingress: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ray-serve",
+            help="Have Ray Serve take the requests, on the cluster of --workers or --replicas; default: this process.",
+        ),
+    ] = None,
     engine: dict[str, Any],
 ) -> None:
     """Serve a model and its adapters over HTTP, as OpenAI does.
@@ -154,7 +161,6 @@ def serve(
     num_body_bytes = parse_byte_size(max_body_bytes)
     tls = _tls(ssl_certfile, ssl_keyfile, ssl_keyfile_password)
     keys = None if api_keys is None else KeyFile(api_keys)
-    traces = None if otlp_endpoint is None else open_traces(otlp_endpoint)
     if tool_call_parser is not None:
         named_format(tool_call_parser)
     logging.basicConfig(format="%(message)s")
@@ -162,6 +168,37 @@ def serve(
         logging.getLogger("graftlm.server").warning(
             "whoever reaches %s may use this server; do: give --api-keys unless something in front checks", host
         )
+    app_options: dict[str, Any] = {
+        "adapter_roots": tuple(root.resolve() for root in adapter_root or ()),
+        "adapter_hub_ids": adapter_hub_id or (),
+        "enable_adapter_loading": enable_adapter_loading,
+        "receive_timeout": receive_timeout,
+        "request_timeout": request_timeout,
+        "cors_origins": cors_origin or (),
+        "max_body_bytes": num_body_bytes,
+        "tool_call_parser": tool_call_parser,
+    }
+    if ingress is not None:
+        from graftlm.cli.serve_ingress import check_ingress, run_behind_ray_serve
+        from graftlm.server.app_recipe import AppRecipe
+
+        check_ingress(
+            ingress,
+            {
+                "--ssl-certfile": tls, "--access-log": access_log, "--fine-tuning": fine_tuning, "--train": train,
+            },
+        )  # fmt: skip
+        recipe = AppRecipe(
+            model=model,
+            engine=engine,
+            app=app_options,
+            api_keys=None if api_keys is None else api_keys.resolve(),
+            otlp_endpoint=otlp_endpoint,
+            drain_seconds=drain_seconds,
+        )
+        run_behind_ray_serve(recipe, host=host, port=port)
+        return
+    traces = None if otlp_endpoint is None else open_traces(otlp_endpoint)
     # What was quantised, and to how many bytes.
     logging.getLogger("graftlm.models").setLevel(logging.INFO)
     with bind(host, port) as listener:
@@ -173,18 +210,11 @@ def serve(
         training = Training(llm, fine_tuning, train or (), max_pause_seconds=max_training_pause)
         app = create_app(
             llm,
-            adapter_roots=adapter_root or (),
-            adapter_hub_ids=adapter_hub_id or (),
-            enable_adapter_loading=enable_adapter_loading,
-            receive_timeout=receive_timeout,
-            request_timeout=request_timeout,
             write_access=_write_line if access_log else None,
             keys=keys,
             fine_tuning=training.service,
-            cors_origins=cors_origin or (),
             traces=traces,
-            max_body_bytes=num_body_bytes,
-            tool_call_parser=tool_call_parser,
+            **app_options,
         )
         with _set_apart_from_garbage():
             _run(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from graftlm.adapters import LoadedAdapter
 from graftlm.checkpoint import Checkpoint, open_checkpoint
@@ -35,6 +37,9 @@ from graftlm.models.layout import ModelLayout, lay_out
 from graftlm.models.read import read_spec
 from graftlm.models.spec import ModelSpec
 from graftlm.routing.spans import Capacity, best_bounds
+
+if TYPE_CHECKING:
+    from graftlm.distributed.serve_ingress import ServeIngress
 
 # Starting a process and importing torch, on a machine that is busy with it.
 START_SECONDS = 900.0
@@ -65,6 +70,38 @@ def serve_on_replicas(config: EngineConfig, checkpoint: Checkpoint) -> Replicate
     with _importing_ray(config):
         from graftlm.distributed.ray_replicas import RayReplicaPool
     return ReplicatedModel(config, checkpoint, RayReplicaPool)
+
+
+def serve_behind_ray_serve(
+    build: Callable[[], object],
+    config: EngineConfig,
+    *,
+    host: str,
+    port: int,
+    keep_alive_seconds: int,
+    drain_seconds: float,
+) -> ServeIngress:
+    """An ASGI application behind Ray Serve's proxy, as `ServeIngress` describes it.
+
+    Raises:
+        ConfigurationError: Ray Serve is not installed, or as `ServeIngress` does.
+    """
+    token = token_file()
+    if config.ray_address is None and token is not None and not token.exists():
+        # Ray Serve's process listens at all addresses of its machine and unpickles what it gets: without a token,
+        # whoever reaches its port could run any code here. This one is the new cluster's alone.
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    with _importing_ray(config):
+        import ray  # noqa: F401
+    try:
+        from graftlm.distributed.serve_ingress import ServeIngress
+    except ImportError as cause:
+        raise ConfigurationError(
+            "Ray Serve is not installed", got=str(cause).partition(".")[0], do="pip install 'graftlm[ray-serve]'"
+        ) from cause
+    return ServeIngress(
+        build, config, host=host, port=port, keep_alive_seconds=keep_alive_seconds, drain_seconds=drain_seconds
+    )
 
 
 def residency_on_replicas(config: EngineConfig) -> ReplicaResidency:

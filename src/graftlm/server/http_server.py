@@ -20,7 +20,7 @@ from graftlm.server.tls import TLS
 _MARGIN_SECONDS = 5
 # How long a connection may lie idle. Clients forget theirs after 5 seconds (httpx, and with it openai), proxies mostly
 # after 60: whoever waits less than the other side sends a request into a connection that is being closed.
-_KEEP_ALIVE_SECONDS = 75
+KEEP_ALIVE_SECONDS = 75
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -81,7 +81,7 @@ class HTTPServer(uvicorn.Server):
                 lifespan="off",
                 log_level="warning",
                 access_log=False,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 server_header=False,
                 ssl_certfile=None if tls is None else tls.certfile,
                 ssl_keyfile=None if tls is None else tls.keyfile,

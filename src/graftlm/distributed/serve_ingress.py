@@ -7,6 +7,7 @@ Whoever imports this has Ray Serve installed.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 
 from ray import serve
@@ -22,7 +23,8 @@ _NAME = "graft"
 _MAX_ONGOING_REQUESTS = 1 << 20
 # More than the application has to drain, for what is left to do then: its workers end.
 _MARGIN_SECONDS = 15.0
-_MAX_CAUSE_LETTERS = 2000
+# As Python prints one: its type at the margin, and what it says.
+_EXCEPTION = re.compile(r"[\w.]+: \S")
 
 
 class Ingress:
@@ -83,10 +85,9 @@ class ServeIngress:
             )(serve.ingress(make)(Ingress))
             serve.run(deployment.bind(), name=_NAME, route_prefix="/")
         except RuntimeError as cause:
+            said = _last_words() or str(cause)
             self.close()
-            raise ConfigurationError(
-                "Ray Serve could not start the application", got=str(cause)[-_MAX_CAUSE_LETTERS:]
-            ) from cause
+            raise ConfigurationError("Ray Serve could not start the application", got=said) from cause
         except BaseException:
             self.close()
             raise
@@ -97,3 +98,13 @@ class ServeIngress:
             self._is_ours = False
             serve.shutdown()
         self._cluster.close()
+
+
+def _last_words() -> str:
+    """The exception that kept the application from being made; empty if there was none."""
+    application = serve.status().applications.get(_NAME)
+    if application is None:
+        return ""
+    # Each message is a traceback, whose last line at the margin is the exception.
+    lines = [line for deployment in application.deployments.values() for line in deployment.message.splitlines()]
+    return next((line for line in reversed(lines) if _EXCEPTION.match(line)), "")

@@ -32,7 +32,15 @@ def measure_graft(job: Job) -> dict[str, Any]:
 
     # vLLM keeps adapters in the model's dtype; PEFT computes with them in float32.
     adapter_dtype: AdapterDType = "bfloat16" if job["dtype"] == "bfloat16" else "auto"
-    config = EngineConfig(model=job["model"], adapters=job["adapters"], adapter_dtype=adapter_dtype, prefix_cache=False)
+    config = EngineConfig(
+        model=job["model"],
+        adapters=job["adapters"],
+        adapter_dtype=adapter_dtype,
+        dtype=job["dtype"],
+        quantization=job.get("quantization"),
+        quantization_cache=False,
+        prefix_cache=False,
+    )
     engine = Engine(config)
     workloads = [
         Workload(

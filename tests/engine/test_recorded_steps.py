@@ -125,7 +125,7 @@ def test_a_layout_is_recorded_when_it_comes_again(rig: Rig) -> None:
 
 
 def test_steps_of_many_rows_are_computed_as_they_come(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    width = 64
+    width = 64  # Of `make_llama`.
     monkeypatch.setattr(recorded_blocks, "MAX_ELEMENTS", 8 * width)
     for _ in range(2):
         rig.step([("long", 9, None)])

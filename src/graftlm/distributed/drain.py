@@ -76,7 +76,7 @@ def chosen_node(target: str, nodes: Iterable[str], *, workers: Sequence[str]) ->
         raise ObjectNotFound(
             "several nodes' ids begin so" if matches else "no worker and no node has this id",
             got=target,
-            allowed=", ".join((*workers, *known)),
+            allowed=", ".join((*sorted(workers), *known)),
         )
     return matches[0]
 

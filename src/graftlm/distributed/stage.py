@@ -7,6 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -71,6 +72,9 @@ class Stage:
         # Stays open: what an adapter means here may depend on weights of other layers.
         self._checkpoint = open_checkpoint(config.model)
         self._kernels = choose_kernels(torch.device("cpu"), deterministic=config.deterministic)
+        if collective is not None:
+            # Ranks meet within their layers, and that is no call of a kernel's.
+            self._kernels = replace(self._kernels, new_recorder=None)
         self._collective = collective
         dtype, device = choose_dtype(config.dtype, self._checkpoint), torch.device("cpu")
         policy = load_policy(config, self._checkpoint)

@@ -28,9 +28,8 @@ class SpanRunner:
     def __init__(self, span: DecoderSpan, *, num_blocks: Sequence[int], block_size: int, kernels: Kernels) -> None:
         self._span = span
         self._kernels = kernels
-        # Ranks that share layers out have to meet in every step: that is no call of a kernel.
-        recorder = None if kernels.new_recorder is None or span.shares else kernels.new_recorder()
-        self._run_blocks: BlocksRunner = run_blocks if recorder is None else RecordedBlocks(recorder)
+        new_recorder = kernels.new_recorder
+        self._run_blocks: BlocksRunner = run_blocks if new_recorder is None else RecordedBlocks(new_recorder())
         self._cache = KVCache(
             span.kv_shapes, num_blocks=num_blocks, block_size=block_size, dtype=span.dtype, device=span.device
         )

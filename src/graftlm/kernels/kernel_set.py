@@ -103,8 +103,8 @@ class Recorder(Protocol):
         """Compute, and be able to do it again.
 
         Args:
-            compute: is given copies of the inputs, and must decide nothing by the content of a tensor; its result is
-                contiguous.
+            compute: is given copies of the inputs. It must decide nothing by the content of a tensor and ask nothing of
+                other processes or threads, which goes unnoticed; its result is contiguous.
 
         Raises:
             NotRecordable: in the middle of it.

@@ -18,18 +18,29 @@ constexpr int64_t kColumns = 256;  // of a work item of the second
 constexpr int kRowTile = 4;
 constexpr int kVectorTile = 4;
 
-// use(c, total) with total[r][v] = sum over k of x[r][k] * matrix[k][c + v], for R rows and V vectors of columns.
+// use(c, total) with total[r][v] = sum over k of x[r][k] * matrix[k][c + v], for R rows and V vectors of columns. Where
+// columns are few a sum is made of several, over every second or fourth k: additions wait for the one before. How many
+// does not depend on the rows, so a row's sum is its own.
 template <int R, int V, typename M, typename Use>
 void tile(const float *x, int64_t x_stride, const M *matrix, int64_t stride, int64_t depth, int64_t column,
           const Use &use) {
-    Vec total[R][V] = {};
-    for (int64_t k = 0; k < depth; k++)
+    constexpr int S = kVectorTile / V;
+    Vec total[S][R][V] = {};
+    auto add = [&](int s, int64_t k) {
         for (int v = 0; v < V; v++) {
             Vec part = load(matrix + k * stride + column + v * kLanes);
-            for (int r = 0; r < R; r++) total[r][v] += part * x[r * x_stride + k];
+            for (int r = 0; r < R; r++) total[s][r][v] += part * x[r * x_stride + k];
         }
+    };
+    int64_t k = 0;
+    for (; k + S <= depth; k += S)
+        for (int s = 0; s < S; s++) add(s, k + s);
+    for (; k < depth; k++) add(0, k);
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) use(r, column + v * kLanes, int(kLanes), total[r][v]);
+        for (int v = 0; v < V; v++) {
+            for (int s = 1; s < S; s++) total[0][r][v] += total[s][r][v];
+            use(r, column + v * kLanes, int(kLanes), total[0][r][v]);
+        }
 }
 
 // The same for all columns.
@@ -122,6 +133,7 @@ struct Tiles {
     static bool takes(const Segment &) { return false; }
     Tiles(int64_t, int64_t) {}
     void add(const Segment &) {}
+    bool empty() const { return true; }
     template <typename O> void compute(O *, const bf16 *, int64_t, int64_t) {}
 };
 #endif
@@ -136,7 +148,7 @@ void lora(O *out, const X *x, const Segment *segments, int64_t num_segments, int
         if (!segments[s].update) continue;
         int64_t ranks = (segments[s].stop - segments[s].start) * segments[s].update->rank;
         size += ranks;
-        work += ranks * depth;
+        work += ranks * (depth + width);
     }
     std::vector<float> scratch((size_t(size)));
     std::vector<Item> shrinks, expands;
@@ -169,7 +181,7 @@ void lora(O *out, const X *x, const Segment *segments, int64_t num_segments, int
             else
                 shrink<bf16>(wide, item, x, x_stride, depth);
         }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (size_t index = 0; index < expands.size(); index++) {
             const Item &item = expands[index];
             if (item.update->dtype == 0)
@@ -177,7 +189,8 @@ void lora(O *out, const X *x, const Segment *segments, int64_t num_segments, int
             else
                 expand<bf16>(item, out, out_stride);
         }
-        if constexpr (kHasTiles) tiles.compute(out, x, x_stride, out_stride);
+        if constexpr (kHasTiles)
+            if (!tiles.empty()) tiles.compute(out, x, x_stride, out_stride);
     }
 }
 

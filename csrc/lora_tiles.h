@@ -45,6 +45,8 @@ class TiledUpdates {
         parts_.push_back(part);
     }
 
+    bool empty() const { return parts_.empty(); }
+
     // Called by all threads of a team; afterwards the memory is theirs.
     template <typename O> void compute(O *out, const bf16 *x, int64_t x_stride, int64_t out_stride) {
 #pragma omp single

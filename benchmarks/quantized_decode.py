@@ -23,11 +23,12 @@ from results import conditions, write_section
 from vs_peers import MODULES, Cell, installed, measure
 
 from graftlm.demo import demo_model
-from graftlm.text import load_tokenizer
 from graftlm.workload import Workload
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 48
 LLAMA = "llama"
+# Ids that all of the models have.
+VOCABULARY = 256
 
 
 def job_of(model: Path, dtype: str, quantization: str | None) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def job_of(model: Path, dtype: str, quantization: str | None) -> dict[str, Any]:
         "dtype": dtype,
         "quantization": quantization,
         "output_tokens": OUTPUT_TOKENS,
-        "prompts": workload.prompts(len(load_tokenizer(model))),
+        "prompts": workload.prompts(VOCABULARY),
         "batch_sizes": [1],
         "adapters": {},
         "gguf_adapters": {},

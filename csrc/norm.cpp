@@ -119,6 +119,17 @@ GRAFT_API void graft_add(void *total, const void *residual, int dtype, int64_t c
 }
 GRAFT_RECORDABLE(graft_add)
 
+// columns [0, columns) of out [rows, out_stride] = x. x: [rows, columns], of `item` bytes each.
+GRAFT_API void graft_copy_columns(void *out, const void *x, int item, int64_t rows, int64_t columns, int64_t x_stride,
+                                  int64_t out_stride, int threads) {
+    graft::parallel(rows, graft::threads_for(rows * columns, threads), [=](int64_t start, int64_t stop) {
+        for (int64_t row = start; row < stop; row++)
+            std::memcpy((char *)out + row * out_stride * item, (const char *)x + row * x_stride * item,
+                        size_t(columns * item));
+    });
+}
+GRAFT_RECORDABLE(graft_copy_columns)
+
 // out, x: [rows, parts, columns], of which each part is normed by itself; x_stride from row to row of x. weight:
 // [columns] in `weight_dtype`, or null.
 GRAFT_API void graft_rms_norm(void *out, const void *x, const void *weight, int dtype, int weight_dtype, int64_t rows,

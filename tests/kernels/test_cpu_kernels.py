@@ -112,6 +112,13 @@ def test_a_packed_matrix_takes_rows_with_a_stride(kernels: Kernels, dtype: torch
     assert torch.equal(packed.turned_linear(same), packed.turned_linear(same.contiguous()))
 
 
+@pytest.mark.parametrize("widths", [(5,), (16, 1, 33), (64, 192)], ids=str)
+def test_columns_are_joined_as_cat_does(kernels: Kernels, dtype: torch.dtype, widths: tuple[int, ...]) -> None:
+    wide = noise(7, 300, dtype=dtype)
+    parts = [wide[:, width : 2 * width] for width in widths]
+    assert torch.equal(kernels.join_columns(parts), torch.cat(parts, dim=1))
+
+
 @pytest.mark.parametrize("columns", [1, 8, 16, 31, 64, 576])
 def test_norms_are_those_of_torch(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
     x = noise(5, 3, columns, dtype=dtype) * 3

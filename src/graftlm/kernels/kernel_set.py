@@ -148,6 +148,7 @@ class Kernels:
     lora: Callable[[Tensor, Tensor, Iterable[LoraSegment]], None]
     rms_norm: Callable[[Tensor, Tensor | None, float], Tensor]
     add: Callable[[Tensor, Tensor], Tensor]
+    join_columns: Callable[[Sequence[Tensor]], Tensor]
     layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
     add_layer_norm: Callable[[Tensor, Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor]]

@@ -44,6 +44,7 @@ __all__ = [
     "gated_activation",
     "grouped_matmul",
     "integer_matmul",
+    "join_columns",
     "layer_norm",
     "linear",
     "lora",
@@ -116,6 +117,11 @@ def add(branch: Tensor, residual: Tensor) -> Tensor:
     Args: branch, residual: of one shape and dtype. The branch's content is lost, unless one of them needs a gradient.
     """
     return registry.active().add(branch, residual)
+
+
+def join_columns(parts: Sequence[Tensor]) -> Tensor:
+    """Matrices of one dtype side by side. Args: parts: [T, n] each. Source: torch.cat."""
+    return registry.active().join_columns(parts)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -26,7 +26,7 @@ from graftlm.kernels.reference.activation import activate, gated_activation
 from graftlm.kernels.reference.attention import paged_attention, plan_attention
 from graftlm.kernels.reference.elementwise import elementwise
 from graftlm.kernels.reference.kv_write import rotate_and_write, write_kv
-from graftlm.kernels.reference.linear import grouped_matmul, linear
+from graftlm.kernels.reference.linear import grouped_matmul, join_columns, linear
 from graftlm.kernels.reference.lora import lora, plan_lora
 from graftlm.kernels.reference.norm import add, add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from graftlm.kernels.reference.rotary import apply_rotary
@@ -47,6 +47,7 @@ REFERENCE = Kernels(
     lora=lora,
     rms_norm=rms_norm,
     add=add,
+    join_columns=join_columns,
     layer_norm=layer_norm,
     add_rms_norm=add_rms_norm,
     add_layer_norm=add_layer_norm,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from graftlm.kernels import ops
 from graftlm.kernels.grouped_codes import GroupedCodes
 from graftlm.quantization.weight import Weight
 
@@ -36,10 +37,9 @@ class StackedWeight:
         return " and ".join(dict.fromkeys(part.format for part in self._parts))
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = x.new_empty(x.shape[0], self.shape[0])
-        for start, stop, part in self._spans():
-            out[:, start:stop] = part.matmul(x, None if bias is None else bias[start:stop])
-        return out
+        return ops.join_columns(
+            [part.matmul(x, None if bias is None else bias[start:stop]) for start, stop, part in self._spans()]
+        )
 
     def rows(self, ids: Tensor) -> Tensor:
         gathered = [

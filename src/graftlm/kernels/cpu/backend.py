@@ -45,6 +45,7 @@ def cpu_kernels(library: Library, rest: Kernels, *, deterministic: bool = False)
         plan_lora=lora.plan_lora,
         lora=lora.lora,
         add=elementwise.add,
+        join_columns=elementwise.join_columns,
         rms_norm=elementwise.rms_norm,
         layer_norm=elementwise.layer_norm,
         add_rms_norm=elementwise.add_rms_norm,

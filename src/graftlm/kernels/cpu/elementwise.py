@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +38,27 @@ class ElementwiseKernels:
             torch.get_num_threads(),
         )
         return branch
+
+    def join_columns(self, parts: Sequence[Tensor]) -> Tensor:
+        first = parts[0]
+        if not takes(*parts) or any(part.stride(1) != 1 for part in parts):
+            return self._rest.join_columns(parts)
+        out = empty((first.shape[0], sum(part.shape[1] for part in parts)), first.dtype)
+        start = 0
+        for part in parts:
+            rows, columns = part.shape
+            self._library.copy_columns(
+                out.data_ptr() + start * out.itemsize,
+                part.data_ptr(),
+                out.itemsize,
+                rows,
+                columns,
+                part.stride(0),
+                out.shape[1],
+                torch.get_num_threads(),
+            )
+            start += columns
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         if not takes(x) or not _takes_gain(weight) or not _has_whole_rows(x):

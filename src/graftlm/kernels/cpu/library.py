@@ -37,6 +37,7 @@ _ARGUMENTS: dict[str, Sequence[Any]] = {
     "graft_advise_huge_pages": (_POINTER, _LONG),
     "graft_apply_rotary": (_POINTER,) * 4 + (_INT,) + (_LONG,) * 6 + (_INT,),
     "graft_coded_linear": (_POINTER,) * 4 + (_INT,) + (_LONG,) * 3 + (_INT,),
+    "graft_copy_columns": (_POINTER, _POINTER, _INT) + (_LONG,) * 4 + (_INT,),
     "graft_decode_rows": (_POINTER,) * 3 + (_INT, _LONG, _INT),
     "graft_draw_tokens": (_POINTER,) * 3 + (_INT,) + (_LONG,) * 3 + (_INT,),
     "graft_gated_activation": (_POINTER, _POINTER, _INT, _INT, _LONG, _LONG, _INT),

@@ -70,7 +70,11 @@ def main() -> int:
         for number in range(options.rounds):
             for subject, job in subjects.items():
                 system = subject[1]
-                result = measure(Cell(system, 0), job, sys.executable if system == "graft" else peer, Path(folder))
+                try:
+                    result = measure(Cell(system, 0), job, sys.executable if system == "graft" else peer, Path(folder))
+                except RuntimeError as error:
+                    print(f"round {number + 1}: {', '.join(subject)} failed: {error}", file=sys.stderr)
+                    continue
                 speeds[subject].append(result["tokens_per_second"]["1"])
                 print(f"round {number + 1}: {', '.join(subject)}: {speeds[subject][-1]:.1f} tokens/s", file=sys.stderr)
     text = report(speeds)
@@ -80,7 +84,7 @@ def main() -> int:
 
 
 def report(speeds: dict[tuple[str, str], list[float]]) -> str:
-    medians = {subject: statistics.median(values) for subject, values in speeds.items()}
+    medians = {subject: statistics.median(values) for subject, values in speeds.items() if values}
     bases = {
         ("1.1B, NF4", "graft"): ("1.1B, bfloat16", "graft"),
         ("SmolLM2-135M, Q4_1 file", "graft"): ("SmolLM2-135M, Q4_1 file", "llama.cpp"),
@@ -96,6 +100,7 @@ def report(speeds: dict[tuple[str, str], list[float]]) -> str:
         base = bases.get(subject)
         over = "" if base not in medians else f"{speed / medians[base]:.2f} x {', '.join(base)}"
         lines.append(f"| {' | '.join(subject)} | {speed:.1f} | {over} |")
+    lines += [f"\n{system} could not be measured on {model}." for (model, system), own in speeds.items() if not own]
     return "\n".join(lines)
 
 

@@ -30,16 +30,21 @@ def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def layer(kernels: Kernels, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Calls of most kinds, of which some results take the memory of earlier ones. [T, HIDDEN] -> the same."""
-    shapes = [((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN), (96, HIDDEN), (HIDDEN, 48)]
-    qkv, gate_up, down = (kernels.pack(noise(*shape, seed=seed, dtype=dtype)) for seed, shape in enumerate(shapes))
+    shapes = [(HEADS * HEAD_DIM, HIDDEN), (2 * KV_HEADS * HEAD_DIM, HIDDEN), (96, HIDDEN), (HIDDEN, 48)]
+    query, key_value, gate_up, down = (
+        kernels.pack(noise(*shape, seed=seed, dtype=dtype)) for seed, shape in enumerate(shapes)
+    )
     gain, bias = noise(HIDDEN, seed=4, dtype=dtype), noise(HIDDEN, seed=5, dtype=dtype)
     angles = noise(3, 1, HEAD_DIM // 2, seed=6, dtype=dtype), noise(3, 1, HEAD_DIM // 2, seed=7, dtype=dtype)
-    assert qkv is not None
+    assert query is not None
+    assert key_value is not None
     assert gate_up is not None
     assert down is not None
 
     def compute(x: Tensor) -> Tensor:
-        heads = qkv.linear(kernels.rms_norm(x, gain, 1e-5), None).view(3, -1, HEAD_DIM)[:, :HEADS]
+        normed = kernels.rms_norm(x, gain, 1e-5)
+        joined = kernels.join_columns([query.linear(normed, None), key_value.linear(normed, None)])
+        heads = joined.view(3, -1, HEAD_DIM)[:, :HEADS]
         heads = kernels.apply_rotary(kernels.rms_norm(heads, None, 1e-6), *angles)
         total, normed = kernels.add_rms_norm(heads.reshape(3, HIDDEN), x, gain, 1e-5)
         branch = down.linear(kernels.gated_activation(gate_up.linear(normed, None), "silu"), bias)

@@ -6,12 +6,12 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import wait as wait_for
+from concurrent.futures import CancelledError
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from graftlm.config import EngineConfig
+from graftlm.distributed.in_process import InProcessCall
 from graftlm.distributed.messages import AdapterRecipe, StageDescription
 from graftlm.distributed.replica import Replica
 from graftlm.distributed.replica_messages import ReplicaNews, ReplicaRequest
@@ -138,22 +138,11 @@ class InProcessReplica:
             await self._replica.close()
 
 
-class InProcessReplicaCall(Generic[Answer]):
+class InProcessReplicaCall(InProcessCall[Answer]):
     """`Call` of a loop in a thread."""
-
-    def __init__(self, replica_id: str, future: Future[Answer]) -> None:
-        self._replica_id = replica_id
-        self._future = future
-
-    @property
-    def promise(self) -> Future[Answer]:
-        return self._future
-
-    def wait(self, patience_seconds: float) -> None:
-        wait_for([self._future])
 
     def result(self, patience_seconds: float) -> Answer:
         try:
             return self._future.result()
         except CancelledError as gone:
-            raise WorkerLost(f"{self._replica_id} is gone") from gone
+            raise WorkerLost(f"{self._worker_id} is gone") from gone

@@ -66,11 +66,11 @@ class RecordedBlocks:
             return recorded.play(inputs)
         if layout in self._seen:
             del self._seen[layout]
-            return self._record(self._recorder, blocks, inputs)
+            return self._record(self._recorder, blocks, inputs, layout)
         _put(self._seen, layout, None, MAX_SEEN)
         return run_blocks(blocks, hidden, step)
 
-    def _record(self, recorder: Recorder, blocks: Sequence[Block], inputs: _Inputs) -> Tensor:
+    def _record(self, recorder: Recorder, blocks: Sequence[Block], inputs: _Inputs, layout: Hashable) -> Tensor:
         """The step's result."""
         plans = tuple(plan.held() for plan in inputs.plans)
         try:
@@ -82,7 +82,7 @@ class RecordedBlocks:
             self._recorder = None
             return run_blocks(blocks, inputs.hidden, inputs.step)
         recorded = _RecordedStep(memories=tuple(plan.memory for plan in plans), recording=recording)
-        _put(self._recorded, inputs.layout, recorded, MAX_RECORDINGS)
+        _put(self._recorded, layout, recorded, MAX_RECORDINGS)
         return recording.result
 
 
